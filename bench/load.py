@@ -34,6 +34,7 @@ import torch
 from safetensors.torch import save_file
 
 from bench.medians import medians_of, print_medians
+from libs.engine.kernels.device import open_device
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.inventory import check_inventory, linears, vectors
 from libs.engine.model.runner import ModelRunner, RunnerOptions
@@ -181,14 +182,17 @@ def _timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - began_s
 
 
-def load_once(model_dir: Path, packed_dir: Path | None) -> dict[str, float]:
-    """Time of a load in this process, and its peak memory above the weights."""
+def load_once(model_dir: Path, packed_dir: Path | None, device: str = "cpu") -> dict[str, float]:
+    """Time of a load in this process, and its peak memory in the host above the weights that are there."""
     with Checkpoint(model_dir) as checkpoint:
         held_bytes = check_inventory(checkpoint, load_config(model_dir))
+    if device != "cpu":
+        held_bytes = 0
+        torch.zeros(1, device=open_device(device))  # the context of the device takes seconds
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now the present memory
     before_bytes = _memory_bytes("VmRSS")
     kept: list[ModelRunner] = []
-    options = RunnerOptions(n_pages=1, packed_dir=packed_dir)
+    options = RunnerOptions(n_pages=1, packed_dir=packed_dir, device=device)
     load_s = _timed(lambda: kept.append(ModelRunner.load(model_dir, options)))
     return {"load_s": load_s, "peak_bytes": _memory_bytes("VmHWM") - before_bytes - held_bytes}
 
@@ -198,20 +202,23 @@ def _memory_bytes(field: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
 
 
-def _load_in_child(model_dir: Path, packed_dir: Path | None = None) -> dict[str, float]:
-    command = [sys.executable, "-m", "bench.load", "--load", str(model_dir)]
+def _load_in_child(model_dir: Path, packed_dir: Path | None = None, device: str = "cpu") -> dict[str, float]:
+    command = [sys.executable, "-m", "bench.load", "--load", str(model_dir), "--device", device]
     command += ["--packed-dir", str(packed_dir)] if packed_dir else []
     found: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     return found
 
 
-def measure(model_dir: Path, rounds: int) -> dict[str, float]:
-    """Medians over the rounds; a ratio is that of one round."""
+def measure(model_dir: Path, rounds: int, device: str = "cpu") -> dict[str, float]:
+    """Medians over the rounds; a ratio is that of one round. Nothing is packed for another device."""
     paths, folder = sorted(model_dir.glob("*.safetensors")), model_dir / "packed"
     rows: list[dict[str, float]] = []
     for _ in range(rounds):
         shutil.rmtree(folder, ignore_errors=True)
-        row = _sides(model_dir, paths, None)
+        row = _sides(model_dir, paths, None, device)
+        if device != "cpu":
+            rows.append(row)
+            continue
         row["pack_s"] = _load_in_child(model_dir, folder)["load_s"]
         packed = sorted(folder.glob("*.packed"))
         _flush(packed)
@@ -222,15 +229,17 @@ def measure(model_dir: Path, rounds: int) -> dict[str, float]:
     return medians_of(rows)
 
 
-def _sides(model_dir: Path, paths: Sequence[Path], packed_dir: Path | None) -> dict[str, float]:
+def _sides(
+    model_dir: Path, paths: Sequence[Path], packed_dir: Path | None, device: str = "cpu"
+) -> dict[str, float]:
     """Reads and copies of the files, and loads that read them."""
     n_bytes = sum(path.stat().st_size for path in paths)
     evict(paths)
     raw_s = raw_read_s(paths, direct=True)
     evict(paths)
-    drive = _load_in_child(model_dir, packed_dir)
+    drive = _load_in_child(model_dir, packed_dir, device)
     raw_read_s(paths, direct=False)
-    memory_s, cached = copy_s(n_bytes), _load_in_child(model_dir, packed_dir)
+    memory_s, cached = copy_s(n_bytes), _load_in_child(model_dir, packed_dir, device)
     gb = n_bytes / 1e9
     return {
         "raw_gb_s": gb / raw_s,
@@ -249,6 +258,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--formats", default=",".join(FORMATS), help="some of " + ", ".join(FORMATS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dir", type=Path, help="where the checkpoints are written; a temporary folder")
+    parser.add_argument("--device", default="cpu", help="where the weights go: cpu or cuda:N")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)  # what a measured process does
     parser.add_argument("--packed-dir", type=Path, help=argparse.SUPPRESS)
@@ -259,13 +269,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure each format, and print the medians."""
     options = _options(arguments)
     if options.load:
-        print(json.dumps(load_once(options.load, options.packed_dir)))
+        print(json.dumps(load_once(options.load, options.packed_dir, options.device)))
         return
     found: dict[str, Any] = {}
     for weight_format in options.formats.split(","):
         with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench-load-") as folder:
             n_bytes = write_checkpoint(Path(folder), options.gb * 1e9, weight_format)
-            found[weight_format] = {"gb": round(n_bytes / 1e9, 3)} | measure(Path(folder), options.rounds)
+            found[weight_format] = {"gb": round(n_bytes / 1e9, 3)} | measure(
+                Path(folder), options.rounds, options.device
+            )
     print_medians(found, as_json=options.json)
 
 

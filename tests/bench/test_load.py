@@ -21,7 +21,9 @@ def test_a_checkpoint_has_its_size_and_loads(tmp_path: Path, weight_format: str)
 def test_both_sides_are_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def in_this_process(model_dir: Path, packed_dir: Path | None = None) -> dict[str, float]:
+    def in_this_process(
+        model_dir: Path, packed_dir: Path | None = None, device: str = "cpu"
+    ) -> dict[str, float]:
         load.main(["--load", str(model_dir), *(["--packed-dir", str(packed_dir)] if packed_dir else [])])
         found: dict[str, float] = json.loads(capsys.readouterr().out)
         return found
