@@ -41,7 +41,7 @@ smoke: $(VENV)/.dev native ## the tiny test of everything, under 10 s
 test-gpu: $(VENV)/.dev ## tests that need a CUDA device; says so where there is none
 	@$(BIN)/python -m pytest -q -m gpu tests/gpu
 
-gpu-report: $(VENV)/.dev ## kernels against the ceilings of a CUDA device; without one they are compiled for sm_90 only
+gpu-report: $(VENV)/.dev native ## kernels, peers, whole steps, accuracy and boot on a CUDA device, in nine minutes; without one they are compiled for sm_90 only
 	@$(BIN)/python -m bench.gpu $(ARGS)
 
 test-k8s: $(VENV)/.dev native ## deploy/k8s, and its end-to-end suite on the cluster that KUBECONFIG names

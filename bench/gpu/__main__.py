@@ -1,88 +1,59 @@
-"""Measures every kernel on one CUDA device, runs tests/gpu, and writes docs/benchmarks/gpu.json.
+"""Measures everything of one CUDA device in less than nine minutes, and writes docs/benchmarks/gpu.json.
 
+Kernels against the ceilings of the device and against peers, sampling, whole steps against their floor,
+prefill, accuracy, boot, and tests/gpu. Each section has a budget of time; what does not fit is named.
 Without a device it reports so, compiles the programs for sm_90 where Triton is installed, writes nothing and
 exits with 0. With a device the exit status is that of the tests.
+`--miniature` runs all sections with tiny shapes on the CPU, in Triton's interpreter, and writes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import subprocess
+import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from libs.engine.kernels.device import open_device
+from bench.gpu.case import Bench, Ceilings, Figure
+from libs.engine.kernels.device import is_triton_installed, open_device
 from slipstream.errors import SlipstreamError
 
 _OUTPUT = Path("docs/benchmarks/gpu.json")
-_TESTS_LIMIT_S = 180
+# Of a figure, what its line shows: the key, a form, and what stands behind it.
+_SHOWN = (
+    ("median_us", "{:.1f}", "us"),
+    ("wall_us", "{:.1f}", "us"),
+    ("busy_us", "{:.1f}", "us on the device"),
+    ("floor_share", "{:.1%}", "of the floor"),
+    ("copy_share", "{:.1%}", "of copy"),
+    ("matmul_share", "{:.1%}", "of the product"),
+    ("tokens_per_s", "{:.0f}", "tokens/s"),
+    ("peer_us", "{:.1f}", "us of the peer"),
+    ("ratio", "{:.2f}", "times as fast"),
+    ("difference", "{:.1e}", "different"),
+    ("our_median_error", "{:.2e}", "off"),
+    ("their_median_error", "{:.2e}", "off in transformers"),
+    ("drive_ratio", "{:.2f}", "of raw reads"),
+    ("cache_ratio", "{:.2f}", "of a copy in memory"),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """Shares are of the measured copy bandwidth and the measured bf16 product, not of the data sheet's."""
-
-    name: str
-    setting: str
-    n_bytes: int
-    flops: int
-    median_us: float
-    copy_share: float
-    matmul_share: float
-
-
-def measure(device: torch.device, repeats: int, limit_s: float) -> dict[str, Any]:
-    """Cases that begin after `limit_s` are listed as left out."""
-    from bench.gpu.cases import all_cases
-    from bench.gpu.timing import copy_bytes_per_s, matmul_flops_per_s, median_us
-
-    began = time.monotonic()
-    copy, matmul = copy_bytes_per_s(device, repeats), matmul_flops_per_s(device, repeats)
-    figures: list[dict[str, Any]] = []
-    left_out: list[str] = []
-    for case in all_cases():
-        if time.monotonic() - began > limit_s:
-            left_out.append(f"{case.name}, {case.setting}")
-            continue
-        run, work = case.make(device)
-        taken_us = median_us(run, device, repeats)
-        seconds = taken_us / 1e6
-        shares = work.n_bytes / seconds / copy, work.flops / seconds / matmul
-        figure = Figure(case.name, case.setting, work.n_bytes, work.flops, taken_us, *shares)
-        figures.append(asdict(figure))
-        print(
-            f"{case.name:16} {case.setting:40} {taken_us:10.1f} us  {shares[0]:6.1%} of copy  "
-            f"{shares[1]:6.1%} of matmul",
-            flush=True,
-        )
-        del run
-    return {
-        "copy_bytes_per_s": copy,
-        "matmul_flops_per_s": matmul,
-        "figures": figures,
-        "left_out": left_out,
-    }
-
-
-def run_tests() -> int:
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu"]
-    try:
-        return subprocess.run(command, timeout=_TESTS_LIMIT_S, check=False).returncode
-    except subprocess.TimeoutExpired:
-        print(f"tests/gpu took longer than {_TESTS_LIMIT_S} s")
-        return 1
+def show(figure: Figure) -> None:
+    values = [
+        f"{form.format(figure[key])} {unit}" for key, form, unit in _SHOWN if figure.get(key) is not None
+    ]
+    print(f"{figure['name']:16} {figure['setting']:42} {', '.join(values)}", flush=True)
 
 
 def without_device(why: str) -> None:
     print(f"NOTHING WAS MEASURED: {why}")
-    if importlib.util.find_spec("triton") is None:
+    if not is_triton_installed():
         print("Triton is missing too (pip install 'slipstream-server[gpu]'), so nothing was compiled.")
         return
     from bench.gpu.compiled import print_compiled
@@ -91,32 +62,55 @@ def without_device(why: str) -> None:
     print_compiled()
 
 
-def main() -> int:
+def measure(bench: Bench, limit_s: float) -> dict[str, Any]:
+    import triton
+
+    from bench.gpu.report import print_left_out, run_report
+
+    report = run_report(bench, limit_s, show)
+    print_left_out(report)
+    print(f"took {report.seconds:.0f} s; tests/gpu: {report.tests or 'not run'}")
+    is_cuda = bench.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(bench.device) if is_cuda else "cpu",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "at_unix_s": int(time.time()),
+        **asdict(report),
+    }
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", default="cuda:0", help="(default: %(default)s)")
     parser.add_argument(
         "--repeats", type=int, default=30, help="runs, the median counts (default: %(default)s)"
     )
-    parser.add_argument("--limit-s", type=float, default=300.0, help="for all cases (default: %(default)s)")
+    parser.add_argument("--limit-s", type=float, default=510.0, help="for everything (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=_OUTPUT, help="(default: %(default)s)")
-    arguments = parser.parse_args()
+    parser.add_argument("--miniature", action="store_true", help="tiny shapes on the CPU, for tests")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = _options()
+    unknown = Ceilings(1.0, 1.0)
+    if arguments.miniature:
+        os.environ["TRITON_INTERPRET"] = "1"  # before the programs are imported
+        measure(Bench(torch.device("cpu"), 1, unknown, is_miniature=True), arguments.limit_s)
+        return 0
     try:
         device = open_device(arguments.device)
     except SlipstreamError as error:
         without_device(error.message)
         return 0
     if device.type != "cuda":
-        parser.error("--device must be cuda or cuda:N")
-    import triton
-
-    report = {
-        "device": torch.cuda.get_device_name(device),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "at_unix_s": int(time.time()),
-        **measure(device, arguments.repeats, arguments.limit_s),
-        "tests_status": run_tests(),
-    }
+        print("--device must be cuda or cuda:N", file=sys.stderr)
+        return 2
+    if not is_triton_installed():
+        print("Triton is missing: pip install 'slipstream-server[gpu]'", file=sys.stderr)
+        return 1
+    report = measure(Bench(device, arguments.repeats, unknown), arguments.limit_s)
     arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(f"wrote {arguments.output}")
     return int(report["tests_status"])

@@ -49,7 +49,7 @@ def compile_all() -> list[CompiledProgram]:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    from bench.gpu.cases import all_cases
+    from bench.gpu.cases.kernel_cases import kernel_cases
 
     driver.set_active(_NoDevice())
     seen: dict[str, CompiledProgram] = {}
@@ -64,10 +64,9 @@ def compile_all() -> list[CompiledProgram]:
 
     JITFunction.run = compile_only
     try:
-        for case in all_cases():
+        for case in kernel_cases():
             case_name = f"{case.name}, {case.setting}"
-            run, _ = case.make(torch.device("cpu"))
-            run()
+            case.prepare(torch.device("cpu")).run()
     finally:
         JITFunction.run = launch
     return list(seen.values())

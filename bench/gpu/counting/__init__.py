@@ -1,0 +1,1 @@
+"""Bytes and FLOPs that programs and whole steps cannot do without, from shapes alone. Pure."""
