@@ -39,7 +39,7 @@ def main() -> int:
 def follow(options: RankOptions) -> None:
     """Load, then run the batches of rank 0 until its stream ends."""
     memory = SharedPageMemory(options.cache.n_pages * options.cache.page_bytes, options.pages)
-    links = GroupLinks(options.place, f"/proc/self/fd/{options.store}")
+    links = GroupLinks(options.place, f"/proc/self/fd/{options.store}", device=options.runner.device)
     model = RankModel.load(options, links, memory)
     while (batch := receive_step(links)) is not None:
         model.run(batch)

@@ -86,7 +86,7 @@ class GroupRunner:
         memory, rank = _shared_options(model_dir, config, options, sizes, head)
         followers = FollowerProcesses(rank, on_death)
         try:
-            links = GroupLinks(rank.place, f"/proc/self/fd/{rank.store}")
+            links = GroupLinks(rank.place, f"/proc/self/fd/{rank.store}", device=options.device)
             model = RankModel.load(rank, links, memory, options.progress)
             runner = cls(model, links, followers, weights_digest(model_dir))
         except BaseException:

@@ -1,6 +1,7 @@
 """The connections of one rank: the command stream, the ranks of its stage, and the stages beside it.
 
-NCCL connects CUDA devices, gloo everything else. Every rank makes the same calls in the same order.
+NCCL connects CUDA devices, gloo everything else. Commands are in the host, so that gloo carries them on any
+device. Every rank makes the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class GroupLinks:
     def __init__(self, place: RankPlace, store: str, *, device: str = "cpu") -> None:
         """Connects with the other ranks, all of which are there on return.
 
-        `store`: a file, empty at first, that must stay for as long as this object.
+        `store`: a file, empty at first, that must stay for as long as this object. `device`: where the
+        tensors of this rank are, but for those of `broadcast`.
         """
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
         backend = "nccl" if device.startswith("cuda") else "gloo"
@@ -41,7 +43,8 @@ class GroupLinks:
         places = [RankPlace(rank, sizes) for rank in range(sizes.n_ranks)]
         self._stage = self._join([place.stage_members() for place in places])
         self._kv = self._join([place.kv_members() for place in places]) if sizes.kv > 1 else None
-        dist.barrier()  # no rank reads the store after this
+        self._commands = dist.new_group(backend="gloo", timeout=_IDLE_LIMIT)
+        dist.barrier(group=self._commands)  # no rank reads the store after this
         self._sends: list[tuple[Any, torch.Tensor]] = []
 
     def _join(self, groups: Iterable[list[int]]) -> Any:
@@ -54,8 +57,8 @@ class GroupLinks:
         return own
 
     def broadcast(self, values: torch.Tensor) -> None:
-        """Rank 0's `values`, in place, at all ranks."""
-        dist.broadcast(values, 0)
+        """Rank 0's `values` of the host, in place, at all ranks."""
+        dist.broadcast(values, 0, group=self._commands)
 
     def sum_in_stage(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of the stage's parts, bit for bit the same at all of its ranks and for any number of rows.
@@ -83,7 +86,7 @@ class GroupLinks:
         """The stage's columns [R, w] side by side at rank 0; None at other ranks. For the last stage only."""
         if len(widths) == 1:
             return part
-        padded = torch.zeros(part.shape[0], max(widths))
+        padded = part.new_zeros(part.shape[0], max(widths))
         padded[:, : part.shape[1]] = part
         if self.place.rank:
             dist.gather(padded, None, dst=0, group=self._stage)

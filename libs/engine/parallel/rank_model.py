@@ -148,8 +148,11 @@ class RankModel:
             return RankOutput(None, {})
         x = torch.cat([part_x for part_x, _ in outputs])
         features = {layer: torch.cat([rows[layer] for _, rows in outputs]) for layer in captured}
-        scores = score_prompts(batch, lambda rows: self._logits(x[rows]), vocab_size=self.config.vocab_size)
-        logits = self._logits(x[torch.from_numpy(batch.logit_rows).long()])
+        place = self.kernels.place
+        scores = score_prompts(
+            batch, lambda rows: self._logits(x[place(rows)]), vocab_size=self.config.vocab_size
+        )
+        logits = self._logits(x[place(torch.from_numpy(batch.logit_rows).long())])
         return RankOutput(logits, features, scores)
 
     def _run_part(
@@ -158,9 +161,10 @@ class RankModel:
         """The residual stream behind this stage, and the outputs of captured layers so far."""
         layers = self._stack.indices
         inherited = [layer for layer in captured if layer < layers.start]
-        received = torch.empty(1 + len(inherited), batch.n_rows, self.config.hidden_size)
+        like = self._weights.layers[0].input_norm
+        received = like.new_empty(1 + len(inherited), batch.n_rows, self.config.hidden_size)
         if self._place.is_first_stage:
-            received[0] = self._embed(torch.from_numpy(batch.token_ids).long())
+            received[0] = self._embed(self.kernels.place(torch.from_numpy(batch.token_ids).long()))
         else:
             self._links.receive(received)
         x = received[0]
@@ -194,7 +198,7 @@ class RankModel:
         n_ranks = self.options.sizes.stage_ranks
         spans = [even_slice(self.config.vocab_size, rank, n_ranks) for rank in range(n_ranks)]
         if not len(x):
-            return torch.empty(0, self.config.vocab_size)
+            return x.new_empty(0, self.config.vocab_size)
         normed = self.kernels.rms_norm(x, self._weights.norm, self.config.rms_norm_eps)  # type: ignore[arg-type]
         part = self.kernels.linear(normed, self._weights.head)
         return self._links.gather_columns(part, [span.stop - span.start for span in spans])

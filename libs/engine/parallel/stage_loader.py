@@ -60,6 +60,7 @@ class StageLoader(WeightLoader):
             norm = self._norm("norm", c.hidden_size)
             head = self._kernels.pack(self._head_rows())
         self._checkpoint.finish()
+        embedding = None if embedding is None else self._kernels.place(embedding)
         return StageWeights(loaded, embedding, norm, head)
 
     def _head_rows(self) -> Matrix:
