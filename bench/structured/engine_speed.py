@@ -1,4 +1,4 @@
-"""Tokens a second and acceptance length of the shipped model with and without held tool calls."""
+"""Tokens a second and acceptance length of the shipped model with and without constrained tool calls."""
 
 from __future__ import annotations
 

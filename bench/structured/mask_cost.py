@@ -92,7 +92,7 @@ def _walk(
         going_on = [
             int(token) for token in random.permutation(allowed)[:8] if token not in vocabulary.end_ids
         ]
-        if state.phase is not Phase.HELD or not going_on:
+        if state.phase is not Phase.CONSTRAINED or not going_on:
             break
         state.advance(going_on[:1])
     return times_ms

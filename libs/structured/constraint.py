@@ -32,7 +32,7 @@ Banned = tuple[int, ...] | None
 class Phase(enum.Enum):
     REASONING = "reasoning"
     TEXT = "text"  # free until a tool call begins
-    HELD = "held"  # by the grammar
+    CONSTRAINED = "constrained"  # by the grammar
     ENDED = "ended"  # only tokens that end an answer
 
 
@@ -88,22 +88,22 @@ class GrammarConstraint:
         """How many leading drafts the grammar allows. A token that ends the answer counts as forbidden."""
         ends = self._vocabulary.end_ids
         n = next((j for j, token in enumerate(drafts) if token in ends), len(drafts))
-        if self.phase is Phase.HELD:
-            return self._count_held(drafts[:n])
+        if self.phase is Phase.CONSTRAINED:
+            return self._count_constrained(drafts[:n])
         if self.phase is Phase.ENDED:
             return 0
         for j, token in enumerate(drafts[:n]):
             if token in self._banned():
                 return j
-            if self._next_phase(token) is Phase.HELD:
+            if self._next_phase(token) is Phase.CONSTRAINED:
                 first = [token] if token in self._call_begins else []
-                held = [*first, *drafts[j + 1 : n]]
-                return j + 1 - len(first) + self._count_held(held, j + 1 - len(first))
+                rest = [*first, *drafts[j + 1 : n]]
+                return j + 1 - len(first) + self._count_constrained(rest, j + 1 - len(first))
         return n
 
     def needs_mask(self, drafts: Sequence[int]) -> bool:
         """Whether the grammar holds the next token or one after a draft; free text has no masks."""
-        return self.phase is Phase.HELD or any(
+        return self.phase is Phase.CONSTRAINED or any(
             token == self._think_end or token in self._call_begins for token in drafts
         )
 
@@ -131,10 +131,10 @@ class GrammarConstraint:
             self._on_failure()
 
     def _fill_row(self, row: npt.NDArray[np.int32]) -> Banned:
-        if self._end is not None and self._end.way is not None and self.phase is Phase.HELD:
+        if self._end is not None and self._end.way is not None and self.phase is Phase.CONSTRAINED:
             _allow_only(row, self._end.way[:1] or self._vocabulary.end_ids)
             return None
-        if self.phase is Phase.HELD:
+        if self.phase is Phase.CONSTRAINED:
             self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             self.note_failure()
             if self.guard is not None:
@@ -151,7 +151,9 @@ class GrammarConstraint:
     def _take(self, token: int) -> int:
         """Take one token; returns 1 when the matcher has it too, else 0."""
         phase = self._next_phase(token)
-        is_matched = phase is Phase.HELD and (self.phase is Phase.HELD or token in self._call_begins)
+        is_matched = phase is Phase.CONSTRAINED and (
+            self.phase is Phase.CONSTRAINED or token in self._call_begins
+        )
         self.phase = phase
         if token in self._call_begins:
             self._end = None  # a call that is cut must not look like a whole one
@@ -168,7 +170,7 @@ class GrammarConstraint:
             return n_taken
         return 0
 
-    def _count_held(self, tokens: Sequence[int], n_before: int = 0) -> int:
+    def _count_constrained(self, tokens: Sequence[int], n_before: int = 0) -> int:
         """How many leading tokens, which follow `n_before` others, the grammar and the end allow.
 
         The row after a token at which the closer looks belongs to the next step.
@@ -185,12 +187,12 @@ class GrammarConstraint:
     def _next_phase(self, token: int) -> Phase:
         if self.phase is Phase.ENDED or token in self._vocabulary.end_ids:
             return Phase.ENDED
-        if self.phase is Phase.HELD:
-            return Phase.HELD
+        if self.phase is Phase.CONSTRAINED:
+            return Phase.CONSTRAINED
         if self._rules.awaits_calls and token in self._call_begins:
-            return Phase.HELD
+            return Phase.CONSTRAINED
         if self.phase is Phase.REASONING and token == self._think_end:
-            return Phase.TEXT if self._rules.awaits_calls else Phase.HELD
+            return Phase.TEXT if self._rules.awaits_calls else Phase.CONSTRAINED
         return self.phase
 
 
@@ -203,4 +205,4 @@ def _allow_only(row: npt.NDArray[np.int32], tokens: Iterable[int]) -> None:
 def _first_phase(rules: OutputConstraint) -> Phase:
     if rules.thinking:
         return Phase.REASONING
-    return Phase.TEXT if rules.awaits_calls else Phase.HELD
+    return Phase.TEXT if rules.awaits_calls else Phase.CONSTRAINED

@@ -26,7 +26,7 @@ from libs.structured.grammar_cache import (
     first_lines,
 )
 from libs.structured.schema.json_schema import find_unsupported
-from libs.structured.schema.unheld import find_unheld, locate
+from libs.structured.schema.unsupported_parts import find_unsupported_part, locate
 from libs.structured.tool_grammar import CallableTool
 from libs.structured.vocabulary import GrammarVocabulary
 from slipstream.errors import InvalidArgument
@@ -53,12 +53,12 @@ class CheckRequest(msgspec.Struct, frozen=True):
 
     def parts(self) -> list[OutputFormat]:
         """What the grammar is made of, each with its field."""
-        held = [
+        of_tools = [
             OutputFormat("json_schema", tool.parameters, tool.field)
             for tool in self.tools
             if tool.parameters is not None
         ]
-        return [self.output, *held] if self.output is not None else held
+        return [self.output, *of_tools] if self.output is not None else of_tools
 
 
 class Checked(msgspec.Struct, frozen=True):
@@ -100,7 +100,7 @@ def check_grammar(
 
 def _check_part(part: OutputFormat, vocabulary: GrammarVocabulary) -> None:
     """Refuse what llguidance would take, and not hold, or mask too slowly."""
-    if part.kind == "json_schema" and (found := find_unheld(part.content)) is not None:
+    if part.kind == "json_schema" and (found := find_unsupported_part(part.content)) is not None:
         raise InvalidArgument(".".join(filter(None, (part.field, found[0]))), found[1])
     if part.kind == "lark" and (used := _FORBIDDEN_IN_LARK.search(_LITERALS.sub("", part.content))):
         raise InvalidArgument(part.field, f"may not use {used.group()}: it holds text, not control tokens")

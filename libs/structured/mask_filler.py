@@ -75,7 +75,7 @@ class GrammarMasks:
         for constraint, drafts in work:
             row = len(banned)
             is_plain = constraint.guard is None and not constraint.is_closing
-            if constraint.phase is not Phase.HELD or constraint.failure or not is_plain:
+            if constraint.phase is not Phase.CONSTRAINED or constraint.failure or not is_plain:
                 banned += constraint.fill(drafts, masks[row:])
                 continue
             if drafts:

@@ -213,8 +213,8 @@ class TableMachine(RuleBasedStateMachine):
             assert self.table.get(handoff_id).state.live
         for handoff_id in self.ended:
             assert not self.table.get(handoff_id).state.live
-        unheld = [at for i, at in self.live.items() if not self.holders[i]]
-        assert self.table.next_expiry_ms() == min(unheld, default=None)
+        unwatched = [at for i, at in self.live.items() if not self.holders[i]]
+        assert self.table.next_expiry_ms() == min(unwatched, default=None)
 
 
 TestTableMachine = TableMachine.TestCase

@@ -1,4 +1,4 @@
-"""Answers of a model with random logits at temperature 1.5, held by a grammar."""
+"""Answers of a model with random logits at temperature 1.5, constrained by a grammar."""
 
 from __future__ import annotations
 

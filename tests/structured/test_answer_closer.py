@@ -1,4 +1,4 @@
-"""Held answers end before their limit of tokens, whole and in the same way on every worker."""
+"""Constrained answers end before their limit of tokens, whole and in the same way on every worker."""
 
 from __future__ import annotations
 

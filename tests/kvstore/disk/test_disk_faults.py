@@ -92,7 +92,7 @@ class Rig:
         return len(await self.store.durable([key(number) for number in numbers], timeout_s=60))
 
     def drop_memory(self) -> None:
-        """Drop unheld blocks from memory."""
+        """Drop the blocks that nothing holds from memory."""
         for found in self.dram.table.keys():  # noqa: SIM118
             block = self.dram.get(found)
             if block is not None and not block.holds:

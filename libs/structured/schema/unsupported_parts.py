@@ -1,4 +1,4 @@
-"""Parts of schemas that llguidance takes and does not hold: they are refused by their path. Pure."""
+"""Parts of schemas that llguidance takes and does not enforce: they are refused by their path. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOTHING = ("", "")
 _UNSPELLED = "has a control character, and the schema has keys beside patterns or names beyond 100 characters"
 
 
-def find_unheld(schema: Json | bool) -> _Found:
+def find_unsupported_part(schema: Json | bool) -> _Found:
     """The path of the first such part, and why it is refused; None without one."""
     parts = list(walk(schema))
     for path, part in parts:
