@@ -1,4 +1,4 @@
-"""The grammars of a worker's sequences: compiled on threads beside the engine's, in turns of tenants."""
+"""Compiles the grammars of a worker's sequences on its own threads, fairly by tenant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from libs.structured.constraint import GrammarConstraint
 from libs.structured.constraints import ConstraintFactory
 from libs.structured.vocabulary import GrammarVocabulary
 from libs.text.tokenizer import Tokenizer
-from libs.worker.requests.compile_turns import CompileTurns
+from libs.worker.requests.compile_queue import CompileQueue
 from slipstream.errors import FailedPrecondition
 
 _TENANT_THREADS = 2
@@ -34,7 +34,7 @@ class SequenceGrammars:
         self._factory = ConstraintFactory(self._load, n_threads=max(1, min(8, os.cpu_count() or 1)))
         self._threads = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="grammar")
         self._n_free = _COMPILE_THREADS
-        self._turns: CompileTurns[_Work] = CompileTurns(most_running=_TENANT_THREADS)
+        self._queue: CompileQueue[_Work] = CompileQueue(most_running=_TENANT_THREADS)
 
     async def warm_up(self) -> None:
         """Load the vocabulary before the first request; this holds the interpreter's lock for up to a second.
@@ -58,21 +58,21 @@ class SequenceGrammars:
             max_tokens=spec.sampling.max_tokens,
             salt=spec.salt,
         )
-        self._turns.add(spec.salt, (made, make))
+        self._queue.add(spec.salt, (made, make))
         self._start()
         return made
 
     def close(self) -> None:
         """Compile no more. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for made, _ in self._turns.clear():
+        for made, _ in self._queue.clear():
             made.cancel()
 
     def _start(self) -> None:
-        while self._n_free and (found := self._turns.begin()) is not None:
+        while self._n_free and (found := self._queue.begin()) is not None:
             tenant, (made, make) = found
             if made.done():  # its sequence has ended
-                self._turns.end(tenant)
+                self._queue.end(tenant)
                 continue
             self._n_free -= 1
             running = asyncio.get_running_loop().run_in_executor(self._threads, make)
@@ -82,7 +82,7 @@ class SequenceGrammars:
         self, tenant: bytes, made: asyncio.Future[_Constraint], running: asyncio.Future[_Constraint]
     ) -> None:
         self._n_free += 1
-        self._turns.end(tenant)
+        self._queue.end(tenant)
         error = asyncio.CancelledError() if running.cancelled() else running.exception()
         if not made.done():
             if error is None:

@@ -8,17 +8,17 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class CompileTurns(Generic[T]):
+class CompileQueue(Generic[T]):
     """Work that waits and work that runs, by tenant.
 
     A compile takes up to seconds, and nothing interrupts it. So one tenant runs at most `most_running` at a
     time: with a thread more there is one for the others. The tenant that runs the fewest goes first, of those
-    the one whose last turn is the longest ago.
+    the one that began the longest ago.
     """
 
     def __init__(self, *, most_running: int) -> None:
         self._most_running = most_running
-        self._waiting: dict[bytes, deque[T]] = {}  # by tenant; the one whose turn was last is the last
+        self._waiting: dict[bytes, deque[T]] = {}  # by tenant; the one that began last is the last
         self._running: Counter[bytes] = Counter()
 
     def add(self, tenant: bytes, work: T) -> None:

@@ -1,4 +1,4 @@
-"""The turns of tenants whose grammars wait."""
+"""The queue of tenants whose grammars wait."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.worker.requests.compile_turns import CompileTurns
+from libs.worker.requests.compile_queue import CompileQueue
 
 TENANTS = st.sampled_from([b"a", b"b", b"c", b"d"])
 
 
-def test_the_tenant_that_runs_the_fewest_goes_first_and_then_in_turns() -> None:
-    turns: CompileTurns[int] = CompileTurns(most_running=2)
+def test_the_tenant_that_runs_the_fewest_goes_first_and_then_in_order() -> None:
+    queue: CompileQueue[int] = CompileQueue(most_running=2)
     for number in range(4):
-        turns.add(b"a", number)
-    assert turns.begin() == (b"a", 0)
-    turns.add(b"b", 10)
-    turns.add(b"c", 20)
-    turns.add(b"b", 11)
-    assert [turns.begin() for _ in range(6)] == [
+        queue.add(b"a", number)
+    assert queue.begin() == (b"a", 0)
+    queue.add(b"b", 10)
+    queue.add(b"c", 20)
+    queue.add(b"b", 11)
+    assert [queue.begin() for _ in range(6)] == [
         (b"b", 10), (b"c", 20), (b"a", 1), (b"b", 11), None, None
     ]  # fmt: skip
-    turns.end(b"a")
-    assert turns.begin() == (b"a", 2)
-    assert turns.clear() == [3] and turns.begin() is None
+    queue.end(b"a")
+    assert queue.begin() == (b"a", 2)
+    assert queue.clear() == [3] and queue.begin() is None
 
 
 @given(st.lists(st.one_of(TENANTS, st.none()), max_size=60), st.integers(1, 3))
 def test_each_tenant_has_its_order_and_its_bound(steps: list[bytes | None], most: int) -> None:
     """None: the oldest work ends."""
-    turns: CompileTurns[int] = CompileTurns(most_running=most)
+    queue: CompileQueue[int] = CompileQueue(most_running=most)
     added: dict[bytes, list[int]] = {}
     begun: dict[bytes, list[int]] = {}
     running: list[bytes] = []
 
     def begin_all() -> None:
-        while (found := turns.begin()) is not None:
+        while (found := queue.begin()) is not None:
             tenant, work = found
             others = [each for each in added if len(begun.get(each, [])) < len(added[each])]
             assert all(running.count(tenant) <= running.count(each) for each in others)
@@ -46,13 +46,13 @@ def test_each_tenant_has_its_order_and_its_bound(steps: list[bytes | None], most
 
     for number, tenant in enumerate(steps):
         if tenant is not None:
-            turns.add(tenant, number)
+            queue.add(tenant, number)
             added.setdefault(tenant, []).append(number)
         elif running:
-            turns.end(running.pop(0))
+            queue.end(running.pop(0))
         begin_all()
         assert all(count <= most for count in Counter(running).values())
     while running:
-        turns.end(running.pop(0))
+        queue.end(running.pop(0))
         begin_all()
     assert begun == added
