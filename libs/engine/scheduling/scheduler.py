@@ -97,12 +97,12 @@ def _share(prefilling: Sequence[StepCandidate], budget: int, places: int) -> lis
     granted: dict[str, int] = {}
     spare = budget
 
-    def grant(turn: StepCandidate, at_most: int) -> None:
+    def grant(candidate: StepCandidate, at_most: int) -> None:
         nonlocal spare
-        leader, wanted = turn.seq_id, turn.pending_tokens
-        if turn.following is not None:
-            leader = turn.following.leader
-            wanted = min(turn.following.n_tokens, by_id[leader].pending_tokens)
+        leader, wanted = candidate.seq_id, candidate.pending_tokens
+        if candidate.following is not None:
+            leader = candidate.following.leader
+            wanted = min(candidate.following.n_tokens, by_id[leader].pending_tokens)
         if leader not in granted and len(granted) == places:
             return
         more = min(wanted - granted.get(leader, 0), at_most, spare)

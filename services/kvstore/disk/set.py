@@ -35,7 +35,7 @@ class DiskSet:
 
     def __init__(self, tiers: Sequence[DiskTier]) -> None:
         self.tiers = list(tiers)
-        self._turns = itertools.count()
+        self._writes = itertools.count()
         # Receives a block that is on a disk, and its predecessor in the chain, which is on no disk or follows
         # such a gap itself.
         self.on_gap: Callable[[bytes, bytes], None] = lambda key, before: None
@@ -147,10 +147,10 @@ class DiskSet:
         """Write the block to a disk with room for it; True when it is durable there. As `DiskTier.write`."""
         if self.contains(key):
             return True
-        turn = next(self._turns)
+        first = next(self._writes)
         order = sorted(
             range(len(self.tiers)),
-            key=lambda n: (self.tiers[n].n_writing, (n - turn) % len(self.tiers)),
+            key=lambda n: (self.tiers[n].n_writing, (n - first) % len(self.tiers)),
         )
         for number in order:
             tier = self.tiers[number]

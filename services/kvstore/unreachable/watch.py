@@ -77,7 +77,7 @@ class UnreachableWatch:
         self._dropped_s.clear()
 
     def look(self, *, now_s: float) -> list[bytes]:
-        """Look at some more of them, in turns; those to drop now, at most DROP_BLOCKS."""
+        """Look at the next of them; those to drop now, at most DROP_BLOCKS."""
         while self._dropped_s and now_s - next(iter(self._dropped_s.values())) > INHERIT_S:
             self._dropped_s.popitem(last=False)
         due: list[bytes] = []

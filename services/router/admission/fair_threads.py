@@ -34,7 +34,7 @@ class RunPiece(Protocol):
 
 
 async def run_on_a_thread(tenant: str, piece: Callable[[], T]) -> T:
-    """A `RunPiece` without turns."""
+    """A `RunPiece` without queues."""
     return await asyncio.to_thread(piece)
 
 

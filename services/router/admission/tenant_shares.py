@@ -13,7 +13,7 @@ from services.router.admission.types import BUSY_MESSAGE
 from slipstream.errors import Overloaded
 
 _RETRY_AFTER_MS = 1000
-_TOKEN_TURNS, _TOKEN_TURN_WAIT_S = 4, 30.0  # of one tenant
+_TOKEN_CALLS, _TOKEN_CALL_WAIT_S = 4, 30.0  # of one tenant
 
 
 class TextShares:
@@ -96,17 +96,17 @@ class TenantSlots:
                 del self._users[tenant], self._tenants[tenant]
 
 
-class TokenTurns:
-    """Turns of calls that tokenize or detokenize: a list of tokens takes ten times its message's memory."""
+class TokenSlots:
+    """Slots of calls that tokenize or detokenize: a list of tokens takes ten times its message's memory."""
 
     def __init__(
-        self, texts: TextShares, *, most: int = _TOKEN_TURNS, wait_s: float = _TOKEN_TURN_WAIT_S
+        self, texts: TextShares, *, most: int = _TOKEN_CALLS, wait_s: float = _TOKEN_CALL_WAIT_S
     ) -> None:
         self._texts = texts
         self._slots = TenantSlots(most, wait_s=wait_s)
 
     @contextlib.asynccontextmanager
-    async def turn(self, tenant: str, n_bytes: int) -> AsyncIterator[None]:
+    async def serving(self, tenant: str, n_bytes: int) -> AsyncIterator[None]:
         """Serve one message of so many bytes inside. Raises Overloaded when there is no room in time."""
         with self._texts.holding(tenant, n_bytes):
             async with self._slots.slot(tenant):

@@ -44,7 +44,7 @@ class ChoiceRuns:
         self._is_streamed = is_streamed
         self._leaders = leaders_of(requests)
         self._has_token = [asyncio.Event() for _ in requests]
-        self._turns = asyncio.Lock()
+        self._begin_lock = asyncio.Lock()
         self._started: dict[int, RunningRequest] = {}
         self._events: asyncio.Queue[ChoiceEvents | errors.SlipstreamError] = asyncio.Queue(len(requests))
         self._tasks: list[asyncio.Task[None]] = []
@@ -144,7 +144,7 @@ class ChoiceRuns:
             if leader != index:
                 await self._has_token[leader].wait()
             if run is None:
-                async with self._turns:
+                async with self._begin_lock:
                     await asyncio.sleep(0)  # others are served between two choices that begin
                 run = await self._begin(index)
             while True:

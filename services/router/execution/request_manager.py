@@ -14,7 +14,7 @@ from libs.common import service_bounds
 from libs.common.telemetry import tracing
 from services.router.admission.fair_threads import FairThreads
 from services.router.admission.gate import AdmissionGate, priority_of
-from services.router.admission.tenant_shares import TextShares, TokenTurns
+from services.router.admission.tenant_shares import TextShares, TokenSlots
 from services.router.admission.types import PRIORITIES, AdmissionLimits, AdmissionRequest, Priority
 from services.router.execution.context import RouterContext
 from services.router.execution.generation import GenerationTask, encode_prompt
@@ -58,7 +58,7 @@ class RequestManager:
             counters=context.counters,
         )
         self.texts = TextShares()
-        self.token_turns = TokenTurns(self.texts)
+        self.token_slots = TokenSlots(self.texts)
         self.jobs = JobHolds()
         self._constraints = OutputConstraints(context.card)
         # One check at a time, tenant by tenant, beside the threads of long messages.

@@ -100,7 +100,7 @@ class RequestState:
     _has_shown: bool = False
     _unread_tokens: Sequence[int] = ()  # tokens for which the sink had no room
     _unread_logprobs: Sequence[common_pb2.PositionLogprobs] = ()
-    _is_marked: bool = False  # the next piece of the prompt's rows has a turn
+    _is_marked: bool = False  # the batcher will ask for the next piece of the prompt's rows
     _room: asyncio.Future[None] | None = None  # while the request's task waits for the sink
 
     def __post_init__(self) -> None:
@@ -146,7 +146,7 @@ class RequestState:
                 self.delivering.pause()
 
     def deliver_prompt(self, pieces: Sequence[common_pb2.PromptLogprobs]) -> None:
-        """Write rows of the prompt, which come before all tokens, in turns with other requests."""
+        """Write rows of the prompt, which come before all tokens, fairly to other requests."""
         if self.prompt_rows is None:
             return
         for piece in pieces:
@@ -191,7 +191,7 @@ class RequestState:
         self.is_closed = True
 
     def _show_unread(self) -> None:
-        """Write what waits: a piece of the prompt's rows in each turn, then the tokens."""
+        """Write what waits: a piece of the prompt's rows in each iteration, then the tokens."""
         if self._has_rows and not (self._is_marked or self.sink.is_full):
             self._show_rows()
             if self._has_rows:

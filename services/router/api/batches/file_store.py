@@ -211,7 +211,7 @@ class FileWriter:
         expire = self._database.run(
             lambda tx: tx.execute("UPDATE files SET expires_unix_s = 0 WHERE id = ?", (self.id,)),
             is_idempotent=True,
-            tenant=self._new.tenant,  # after the pieces that wait in its turns
+            tenant=self._new.tenant,  # after the pieces of the tenant that wait
         )
         await asyncio.shield(expire)
 

@@ -53,7 +53,7 @@ class TokenEndpoint:
         return await self._delivery.send_object(request, caller.tenant, found, headers=headers)
 
     async def _tokens(self, body: Tokenize, caller: Caller, n_bytes: int) -> dict[str, object]:
-        async with self._manager.token_turns.turn(caller.tenant, n_bytes):
+        async with self._manager.token_slots.serving(caller.tenant, n_bytes):
             prompt = await self._manager.encode(self._with_edge(body.request), caller, n_bytes=n_bytes)
             ids = prompt.token_ids.tolist()
             return {
@@ -93,7 +93,7 @@ class TokenEndpoint:
 
     async def _text(self, body: Detokenize, caller: Caller, n_bytes: int) -> str:
         check_model(body.model, self._card.names)
-        async with self._manager.token_turns.turn(caller.tenant, n_bytes):
+        async with self._manager.token_slots.serving(caller.tenant, n_bytes):
             return await self._texts.text(body.token_ids, tenant=caller.tenant, field="tokens")
 
     async def _read(self, request: web.Request, caller: Caller, parse: Callable[[bytes], T]) -> tuple[T, int]:

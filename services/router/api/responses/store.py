@@ -29,7 +29,7 @@ from services.router.request.json_limits import check_structure
 from slipstream import errors
 from slipstream.bound import shown
 
-# A tenant that saves beside others could keep to the turns that sweep nothing, if they were counted.
+# A tenant that saves beside others could keep to the saves that sweep nothing, if they were counted.
 _SWEEP_SHARE = 1 / 16
 
 _SCHEMA = Schema(

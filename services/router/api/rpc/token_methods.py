@@ -33,7 +33,7 @@ class TokenMethods:
         caller = self._callers.caller(metadata_of(context), context, endpoint="Tokenize")
         with limited_call(self._manager.context.metering, caller):
             request, n_bytes = await self._reader.tokenized(data, caller)
-            async with self._manager.token_turns.turn(caller.tenant, n_bytes):
+            async with self._manager.token_slots.serving(caller.tenant, n_bytes):
                 prompt = await self._manager.encode(request, caller, n_bytes=n_bytes)
                 return router_pb2.TokenizeResponse(
                     token_ids=prompt.token_ids.tolist(), max_context_tokens=self._card.max_context_tokens
@@ -44,7 +44,7 @@ class TokenMethods:
         caller = self._callers.caller(metadata_of(context), context, endpoint="Detokenize")
         with limited_call(self._manager.context.metering, caller):
             token_ids = await self._manager.read(caller, partial(_token_ids, data), n_bytes=len(data))
-            async with self._manager.token_turns.turn(caller.tenant, len(data)):
+            async with self._manager.token_slots.serving(caller.tenant, len(data)):
                 text = await self._texts.text(token_ids, tenant=caller.tenant, field="token_ids")
                 return router_pb2.DetokenizeResponse(text=text)
 

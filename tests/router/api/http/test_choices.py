@@ -90,21 +90,21 @@ async def test_a_client_that_leaves_ends_all_choices(
     await eventually(lambda: router.manager.held == 0 and not cluster.held)
 
 
-async def test_choices_share_their_constraint_and_begin_one_in_a_turn_of_the_event_loop(
+async def test_choices_share_their_constraint_and_begin_one_in_a_loop_iteration(
     http: aiohttp.ClientSession, router: RouterServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """127 choices with a long schema held the loop for 0.2 s: each looked it up, all at the first token."""
-    turns, began, made = 0, [], []
+    iterations, began, made = 0, [], []
     begin, make = router.manager.begin, OutputConstraints.make
 
-    async def count_turns() -> None:
-        nonlocal turns
+    async def count_iterations() -> None:
+        nonlocal iterations
         while True:
-            turns += 1
+            iterations += 1
             await asyncio.sleep(0)
 
     async def noted_begin(*given: Any, **named: Any) -> Any:
-        began.append(turns)
+        began.append(iterations)
         return await begin(*given, **named)
 
     def noted_make(*given: Any) -> Any:
@@ -113,7 +113,7 @@ async def test_choices_share_their_constraint_and_begin_one_in_a_turn_of_the_eve
 
     monkeypatch.setattr(router.manager, "begin", noted_begin)
     monkeypatch.setattr(OutputConstraints, "make", noted_make)
-    counting = asyncio.create_task(count_turns())
+    counting = asyncio.create_task(count_iterations())
     try:
         answer = await ask(http, messages=HI, n=8, tools=[TOOL])
     finally:

@@ -158,12 +158,12 @@ async def test_nothing_is_kept_of_how_quick_a_worker_was_that_left(
     await eventually(lambda: key not in models.known())
 
 
-async def test_calls_that_tokenize_take_their_tenants_turns(
+async def test_calls_that_tokenize_take_slots_of_their_tenant(
     client: AsyncClient, router: RouterServer
 ) -> None:
-    async with contextlib.AsyncExitStack() as turns:
+    async with contextlib.AsyncExitStack() as slots:
         for _ in range(4):
-            await turns.enter_async_context(router.manager.token_turns.turn(DEFAULT_TENANT, 0))
+            await slots.enter_async_context(router.manager.token_slots.serving(DEFAULT_TENANT, 0))
         ids = [5, 6]
         told = asyncio.gather(
             client._stub.Tokenize(
@@ -171,7 +171,7 @@ async def test_calls_that_tokenize_take_their_tenants_turns(
             ),
             client._stub.Detokenize(router_pb2.DetokenizeRequest(token_ids=ids)),
         )
-        await eventually(lambda: router.manager.token_turns._slots.waiting_or_running(DEFAULT_TENANT) == 6)
+        await eventually(lambda: router.manager.token_slots._slots.waiting_or_running(DEFAULT_TENANT) == 6)
         assert not told.done()
     tokenized, detokenized = await told
     assert len(tokenized.token_ids) > 0 and len(detokenized.text) > 0
