@@ -109,8 +109,8 @@ PINNING = _request.add(
         "Without the flag the router alone chooses the worker.",
     )
 )
-PINNED_WORKER = _request.add(
-    Rule("x-slipstream-prefill", "{instance} is no ready prefill worker", "Pinning is for demos and tests.")
+REQUESTED_WORKER = _request.add(
+    Rule("x-slipstream-prefill", "{instance} is no ready prefill worker", "It is for demos and tests.")
 )
 PRIORITY = _request.add(
     Rule(

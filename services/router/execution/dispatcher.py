@@ -40,7 +40,7 @@ class PlacementQuery(msgspec.Struct, frozen=True):
     known_tokens: int = 0
     max_output_tokens: int = EXPECTED_OUTPUT_TOKENS
     without: Set[str] = frozenset()
-    pinned_prefill: str = ""
+    requested_prefill: str = ""
     may_skip_prefill: bool = False
     room: ContextRoom = ContextRoom()
 
@@ -167,7 +167,7 @@ class Dispatcher:
             decode_expected_tokens=decode_expected,
             store_held=self._held_in_stores(query, found),
             content_key=query.hashes[0] if query.hashes else b"",
-            pinned_prefill=query.pinned_prefill,
+            requested_prefill=query.requested_prefill,
             may_skip_prefill=query.may_skip_prefill,
         )
 

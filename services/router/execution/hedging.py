@@ -20,7 +20,7 @@ from services.router.execution.attempt_types import FINISH_NONE, TokenBatch, Wor
 from services.router.execution.dispatcher import Assignment
 from services.router.execution.policies.context_room import capped_output_tokens
 from services.router.execution.request_state import RequestState
-from services.router.execution.worker_selection import choose_workers, note_assignment, pinned_prefill
+from services.router.execution.worker_selection import choose_workers, note_assignment, requested_prefill
 from services.router.workers.connection import WorkerConnection
 from slipstream import errors
 from slipstream.v1 import common_pb2
@@ -147,7 +147,7 @@ class HedgedAttempt:
     def _hedge_delay_s(self) -> float | None:
         """The time after which a hedge begins if the first attempt has delivered no token; None = never."""
         state, workers = self._state, self._assignment.workers
-        if workers.prefill is None or pinned_prefill(state):
+        if workers.prefill is None or requested_prefill(state):
             return None
         context_tokens = len(state.spec.prompt) + len(state.output.tokens)
         uncached = workers.uncached_tokens if workers.uncached_tokens is not None else context_tokens

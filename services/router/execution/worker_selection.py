@@ -42,7 +42,7 @@ async def select_workers(state: RequestState) -> Assignment:
         except errors.Unavailable as unavailable:
             if error is not None and (is_overloaded or isinstance(error, errors.ContextExceeded)):
                 raise error from None
-            if (too_small := _pinned_without_room(state)) is not None:
+            if (too_small := _requested_without_room(state)) is not None:
                 raise too_small from None
             no_room = _no_room(state)
             if no_room is not None and all(link.ready for link in fleet.links_of(Role.DECODE)):
@@ -80,14 +80,14 @@ async def await_fingerprint(context: RouterContext) -> common_pb2.Fingerprint:
 def choose_workers(state: RequestState, avoid: Set[str], *, may_skip_prefill: bool) -> Assignment:
     """Choose workers now, and record them in the state.
 
-    Raises Unavailable, or InvalidArgument if the pinned worker is not ready.
+    Raises Unavailable, or InvalidArgument if the requested worker is not ready.
     """
     spec = state.spec
-    pinned = pinned_prefill(state)
-    if pinned:
-        link = state.context.fleet.find(Role.PREFILL, pinned)
+    requested = requested_prefill(state)
+    if requested:
+        link = state.context.fleet.find(Role.PREFILL, requested)
         if link is None or not link.ready or link.fingerprint != spec.fingerprint:
-            raise bounds.PINNED_WORKER.refused(instance=shown(pinned))
+            raise bounds.REQUESTED_WORKER.refused(instance=shown(requested))
     is_computed_whole = spec.sampling.HasField("prompt_logprobs")  # no cached block is used
     query = PlacementQuery(
         tenant=state.caller.tenant,
@@ -99,7 +99,7 @@ def choose_workers(state: RequestState, avoid: Set[str], *, may_skip_prefill: bo
         known_tokens=0 if is_computed_whole else state.session.stored_tokens,
         max_output_tokens=state.max_tokens - len(state.output.tokens),
         without=avoid,
-        pinned_prefill=pinned,
+        requested_prefill=requested,
         may_skip_prefill=may_skip_prefill,
     )
     choose = _choose_in_span if tracing.enabled() else _choose
@@ -135,9 +135,9 @@ def _no_room(state: RequestState) -> errors.InvalidArgument | None:
     )
 
 
-def _pinned_without_room(state: RequestState) -> errors.InvalidArgument | None:
-    """The error of a request whose pinned prefill worker takes no prompt of this length."""
-    link = state.context.fleet.find(Role.PREFILL, pinned_prefill(state))
+def _requested_without_room(state: RequestState) -> errors.InvalidArgument | None:
+    """The error of a request whose requested prefill worker takes no prompt of this length."""
+    link = state.context.fleet.find(Role.PREFILL, requested_prefill(state))
     if link is None or link.worker.takes(state.rooms[-1].prefill_tokens):
         return None
     return bounds.PROMPT_TOKENS.refused(
@@ -147,9 +147,9 @@ def _pinned_without_room(state: RequestState) -> errors.InvalidArgument | None:
     )
 
 
-def pinned_prefill(state: RequestState) -> str:
-    """The prefill worker that the caller pinned for the first attempt; empty if none."""
-    return state.caller.pinned_prefill or "" if state.stats.attempts == 1 else ""
+def requested_prefill(state: RequestState) -> str:
+    """The prefill worker that the caller requested for the first attempt; empty if none."""
+    return state.caller.requested_prefill or "" if state.stats.attempts == 1 else ""
 
 
 def note_assignment(state: RequestState, assignment: Assignment) -> None:

@@ -19,7 +19,7 @@ BY_HELD = "held"  # of workers that cost the same, it holds most of the prompt
 BY_DRAW = "draw"  # of workers that are equal, the seed picked it
 BY_NAME = "name"  # of pairs that cost the same, its group comes first by name
 ONLY_ONE = "only"  # no other worker may be used
-PINNED = "pinned"  # the client named it
+REQUESTED = "requested"  # the client named it
 REFUSED = "refused"  # `against` holds more KV and may not be used
 MARGIN = "margin"  # `against` would save too little time to disturb a decode batch
 
@@ -64,8 +64,8 @@ def choice_reason(
         return cost_reason(chosen.part, chosen.instance, chosen.cost, against.instance, against.cost)
     if rule == ONLY_ONE:
         text = "is the only usable worker"
-    elif rule == PINNED:
-        text = "is pinned"
+    elif rule == REQUESTED:
+        text = "is the requested worker"
     else:
         alike = f"{n_alike} workers that cost at most {limit_ms:.1f} ms"
         text = {

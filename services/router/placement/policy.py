@@ -21,7 +21,7 @@ and the best decode worker of one group, plus the network time to its region. Ru
   bursts do not all follow the latest report. The rule does not apply to decode workers.
 * Of the workers of a group that cost the same, the one that holds most of the prompt is chosen. If several
   hold as much, `PlacementRequest.seed` picks one. Of groups that cost the same, the first by name is chosen.
-* A pinned prefill worker is used whatever it costs, and its load is not bounded.
+* A requested prefill worker is used whatever it costs, and its load is not bounded.
 
 docs/adr/0008-price-placements-in-predicted-milliseconds.md gives the reasons.
 """
@@ -117,15 +117,15 @@ def place(request: PlacementRequest, fleet: PlacementFleet) -> PlacementDecision
 
 
 def _usable_prefill(prefill: _Candidates, request: PlacementRequest) -> Mapping[Group, list[WorkerCandidate]]:
-    usable, pinned = usable_by_group(prefill), request.pinned_prefill
-    if not pinned:
+    usable, requested = usable_by_group(prefill), request.requested_prefill
+    if not requested:
         return bound_load(usable, request.prompt_tokens)
     for candidate in prefill:
-        if candidate.instance != pinned and not candidate.refused:
-            candidate.refused = "another worker is pinned"
+        if candidate.instance != requested and not candidate.refused:
+            candidate.refused = "another worker is requested"
     usable = usable_by_group(prefill)
     if not usable:
-        raise Unavailable(f"prefill worker {pinned} is not ready")
+        raise Unavailable(f"prefill worker {requested} is not ready")
     return usable
 
 
@@ -138,7 +138,7 @@ def _price_local(
     has_pairs: bool,
 ) -> list[WorkerCandidate]:
     """The decode workers that may compute the prompt: not too much of it between the steps of a batch."""
-    if not request.may_skip_prefill or request.pinned_prefill:
+    if not request.may_skip_prefill or request.requested_prefill:
         return []
     least_tokens = request.prompt_tokens - LOCAL_MAX_TOKENS if has_pairs else 0
     stored_tokens = max([store.tokens for each in sources.values() for store in each.stores], default=0)

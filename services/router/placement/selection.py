@@ -13,7 +13,7 @@ from services.router.placement.explanation import (
     BY_HELD,
     BY_ROUND_ROBIN,
     ONLY_ONE,
-    PINNED,
+    REQUESTED,
     choice_reason,
     holder_reason,
 )
@@ -41,7 +41,7 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
         chosen, against = self.candidate, self.against
         reasons = [choice_reason(chosen, self.rule, against, n_alike=self.n_alike, limit_ms=self.limit_ms)]
         most_tokens = max([other.held_tokens for other in candidates])
-        if most_tokens > chosen.held_tokens and self.rule != PINNED:
+        if most_tokens > chosen.held_tokens and self.rule != REQUESTED:
             of_group = [other for other in candidates if other.group == chosen.group]
             holder = max(of_group, key=lambda other: other.held_tokens)
             if holder.held_tokens > chosen.held_tokens and holder is not against:
@@ -83,8 +83,8 @@ def bound_load(
 def choose(usable: Sequence[WorkerCandidate], request: PlacementRequest, *, cold: bool) -> Choice:
     """The best of some usable candidates. None is preferred more because its load grows."""
     if len(usable) == 1:
-        is_pinned = request.pinned_prefill and usable[0].part == "prefill"
-        return Choice(usable[0], PINNED if is_pinned else ONLY_ONE)
+        is_requested = request.requested_prefill and usable[0].part == "prefill"
+        return Choice(usable[0], REQUESTED if is_requested else ONLY_ONE)
     totals_ms = [candidate.total_ms for candidate in usable]
     limit_ms = min(totals_ms)
     if cold:

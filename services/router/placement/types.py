@@ -43,7 +43,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     decode_expected_tokens: Mapping[str, int] = msgspec.field(default_factory=dict)
     store_held: Mapping[str, HeldTokens] = msgspec.field(default_factory=dict)
     content_key: bytes = b""
-    pinned_prefill: str = ""
+    requested_prefill: str = ""
     may_skip_prefill: bool = False  # a decode worker may compute the prompt itself
 
 

@@ -100,14 +100,14 @@ class GenerationRequest(msgspec.Struct, frozen=True, gc=False):
 class Caller(msgspec.Struct, frozen=True, gc=False):
     """The client and its options from headers or metadata, never from the body.
 
-    `deadline_s` is on the event loop's clock; None = no deadline. `pinned_prefill` is an instance.
+    `deadline_s` is on the event loop's clock; None = no deadline. `requested_prefill` is an instance.
     `attempt` counts the tries of a client that can resume at another router; 0 = the client cannot.
     """
 
     tenant: str = "default"
     session: str | None = None
     deadline_s: float | None = None
-    pinned_prefill: str | None = None
+    requested_prefill: str | None = None
     attempt: int = 0
     priority: str = ""
     reject_if_busy: bool = False

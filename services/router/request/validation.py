@@ -100,7 +100,7 @@ def check_caller(caller: Caller, *, allow_pinning: bool) -> None:
         raise bounds.SESSION.refused()
     if caller.priority and caller.priority not in PRIORITIES:
         raise bounds.PRIORITY.refused("x-slipstream-priority")
-    if caller.pinned_prefill is not None and not allow_pinning:
+    if caller.requested_prefill is not None and not allow_pinning:
         raise bounds.PINNING.refused()
 
 

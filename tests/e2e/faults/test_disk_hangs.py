@@ -78,11 +78,11 @@ class Site:
     def answers(self, load: Sequence[FaultRequest]) -> list[FaultRun]:
         """The load with other prefill workers than the last time, so that no worker has a whole prompt."""
         self.turns += 1
-        pinned = [_at(request, PREFILLERS[(n + self.turns) % 2]) for n, request in enumerate(load)]
+        requested = [_at(request, PREFILLERS[(n + self.turns) % 2]) for n, request in enumerate(load)]
 
         async def run() -> list[FaultRun]:
             async with AsyncClient(self.cluster.routers, resume_within_s=PATIENCE_S) as client:
-                return await run_streams(client, pinned, stagger_s=0.01, timeout_s=2 * PATIENCE_S)
+                return await run_streams(client, requested, stagger_s=0.01, timeout_s=2 * PATIENCE_S)
 
         runs: list[FaultRun] = self.cluster.call(run(), timeout_s=3 * PATIENCE_S)
         return runs

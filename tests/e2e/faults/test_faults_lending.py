@@ -46,14 +46,14 @@ async def ask(mesh: Mesh, load: list[FaultRequest], worker: str) -> list[FaultRu
 
     On a machine that stalls the router may drop the worker: then the prompts run again."""
     headers = {"x-slipstream-prefill": worker}
-    pinned = [
+    requested = [
         replace(request, arguments={**request.arguments, "session": None, "headers": headers})
         for request in load
     ]
     while True:
         await mesh.all_ready()
         await mesh.idle()
-        runs = await run_streams(mesh.client, pinned, timeout_s=2 * WAIT_S)
+        runs = await run_streams(mesh.client, requested, timeout_s=2 * WAIT_S)
         if not any(GONE in (run.error or "") for run in runs):
             return runs
 

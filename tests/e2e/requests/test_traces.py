@@ -47,7 +47,7 @@ class Site:
         return self.collector.of(trace)
 
     def until_in_use(self) -> None:
-        """Return when the router places requests on both prefill workers, which a pinned request needs."""
+        """Return when the router places requests on both prefill workers, which a requested worker needs."""
 
         def in_use() -> bool:
             with urllib.request.urlopen(f"http://{self.cluster.admin_http}/healthz", timeout=60) as response:

@@ -300,7 +300,7 @@ MORE: list[tuple[str, Case]] = [
 # Many log probabilities of prompts: tests/router/execution/test_prompt_delivery.py.
 # Of an answer: tests/router/api/answers/test_logprob_rows.py.
 # Those of usage are no fields of a generation: tests/router/metering/test_usage_store.py.
-ELSEWHERE = {"REQUEST_ID_IN_USE", "PINNED_WORKER", "BODY_TIME", "PROMPT_ROWS", "USAGE_DAY"}
+ELSEWHERE = {"REQUEST_ID_IN_USE", "REQUESTED_WORKER", "BODY_TIME", "PROMPT_ROWS", "USAGE_DAY"}
 ELSEWHERE |= {"USAGE_DAYS", "USAGE_GROUP", "ANSWER_ROWS"}
 ALL = [*CASES.items(), *MORE]
 

@@ -13,7 +13,7 @@ from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream import errors
 from slipstream.async_client import AsyncClient
-from slipstream.bounds import PINNED_WORKER, REQUEST_ID_IN_USE
+from slipstream.bounds import REQUEST_ID_IN_USE, REQUESTED_WORKER
 from tests.router.conftest import HELLO, eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
 
@@ -55,5 +55,5 @@ async def test_a_prefill_worker_that_is_not_there_is_refused(cluster: FakeCluste
     async with open_router(cluster, card, allow_pinning=True) as router:
         field, message = await refused_alike(router, headers={"x-slipstream-prefill": "prefill-9"})
         assert field == "x-slipstream-prefill"
-        assert message == f"{field}: {PINNED_WORKER.words.format(instance=repr('prefill-9'))}"
+        assert message == f"{field}: {REQUESTED_WORKER.words.format(instance=repr('prefill-9'))}"
         assert not cluster.held

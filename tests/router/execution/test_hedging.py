@@ -77,7 +77,7 @@ class HedgedRig(HedgedAttempt):
                 attempts=1, ttft_ms=1.0, observe=lambda batch: None, placed=lambda *_, **__: None
             ),
             sink=SimpleNamespace(ttft_ms=0.0),
-            caller=SimpleNamespace(pinned_prefill=None),
+            caller=SimpleNamespace(requested_prefill=None),
             spec=SimpleNamespace(prompt=[1, 2, 3], sampling=SimpleNamespace(max_tokens=9)),
             output=SimpleNamespace(tokens=[], stopped=False),
             deliver=lambda tokens, logprobs, is_last: self.shown.extend(tokens),

@@ -67,7 +67,7 @@ class RandomFleets:
                 for name, tokens in self._held([*stores, "gone"]).items()
             },
             content_key=draw.randbytes(4),
-            pinned_prefill=draw.choice(prefill) if prefill and draw.random() < 0.1 else "",
+            requested_prefill=draw.choice(prefill) if prefill and draw.random() < 0.1 else "",
             may_skip_prefill=draw.random() < 0.5,
         )
 

@@ -62,7 +62,7 @@ def place(request: PlacementRequest, fleet: PlacementFleet) -> ReferenceDecision
     pairs = [(p, d) for p in best_prefill for d in best_decode if p.group == d.group]
     local: list[ReferenceLeg] = []
     alone: list[ReferenceLeg] = []
-    if request.may_skip_prefill and not request.pinned_prefill:
+    if request.may_skip_prefill and not request.requested_prefill:
         most = LOCAL_MAX_TOKENS if pairs else request.prompt_tokens
         local = [
             local_leg(request, worker, fleet, decode=leg, max_tokens=most)
@@ -85,15 +85,17 @@ def place(request: PlacementRequest, fleet: PlacementFleet) -> ReferenceDecision
 def _prefill_legs(request: PlacementRequest, fleet: PlacementFleet) -> list[ReferenceLeg]:
     peers = lenders(request, fleet)
     legs = [prefill_leg(request, worker, fleet, peers) for worker in fleet.prefill]
-    pinned = request.pinned_prefill
-    if not pinned:
+    requested = request.requested_prefill
+    if not requested:
         return _bound_load(legs, request.prompt_tokens)
     legs = [
-        leg if leg.refused or leg.instance == pinned else replace(leg, refused="another worker is pinned")
+        leg
+        if leg.refused or leg.instance == requested
+        else replace(leg, refused="another worker is requested")
         for leg in legs
     ]
     if all(leg.refused for leg in legs):
-        raise Unavailable(f"prefill worker {pinned} is not ready")
+        raise Unavailable(f"prefill worker {requested} is not ready")
     return legs
 
 

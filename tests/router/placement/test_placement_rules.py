@@ -130,13 +130,13 @@ def test_a_prompt_is_put_between_decode_steps_only_for_a_gain() -> None:
     assert place(request, fleet(at_margin + 5)).prefill == ""
 
 
-def test_a_pinned_worker_is_used_however_busy() -> None:
+def test_a_requested_worker_is_used_however_busy() -> None:
     fleet = PlacementFleet(
         (PrefillWorker("p0", queued_tokens=10**6), PrefillWorker("p1")),
         (DecodeWorker("d0"), DecodeWorker("d1")),
     )
-    decision = place(PlacementRequest(10, pinned_prefill="p0", may_skip_prefill=True), fleet)
-    assert (decision.prefill, "pinned" in decision.reason) == ("p0", True)
+    decision = place(PlacementRequest(10, requested_prefill="p0", may_skip_prefill=True), fleet)
+    assert (decision.prefill, "requested" in decision.reason) == ("p0", True)
 
 
 def test_missing_tiers_are_unavailable_unless_decode_may_do_it_all() -> None:
@@ -147,4 +147,4 @@ def test_missing_tiers_are_unavailable_unless_decode_may_do_it_all() -> None:
         place(PlacementRequest(1), alone)
     assert place(PlacementRequest(5_000, may_skip_prefill=True), alone).prefill == ""
     with pytest.raises(Unavailable, match="p9"):
-        place(PlacementRequest(1, pinned_prefill="p9"), PlacementFleet((PrefillWorker("p0"),), DECODE))
+        place(PlacementRequest(1, requested_prefill="p9"), PlacementFleet((PrefillWorker("p0"),), DECODE))

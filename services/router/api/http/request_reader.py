@@ -69,7 +69,7 @@ class RequestReader:
             tenant=tenant,
             session=headers.get("x-session-affinity"),
             deadline_s=deadline_s,
-            pinned_prefill=headers.get("x-slipstream-prefill"),
+            requested_prefill=headers.get("x-slipstream-prefill"),
             priority=headers.get("x-slipstream-priority", ""),
             reject_if_busy="?" in request.raw_path and _reject_if_busy(request.query.get("rejectIfBusy")),
             key_sha256=key_sha256,

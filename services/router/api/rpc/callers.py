@@ -48,7 +48,7 @@ class Callers:
             tenant=self._tenant_of(metadata),
             session=_session(metadata),
             deadline_s=None if left_s is None else self._clock() + left_s,
-            pinned_prefill=metadata.get("x-slipstream-prefill"),
+            requested_prefill=metadata.get("x-slipstream-prefill"),
             attempt=_attempt(metadata.get("x-slipstream-attempt", "")),
             priority=metadata.get("x-slipstream-priority", ""),
             key_sha256=self._keys.hash_of(metadata),

@@ -335,7 +335,7 @@ async def test_tenants_share_the_blocks_of_the_configured_prefix_only(
     assert cached["key-b"][1] > n_shared
 
 
-async def test_pinning(cluster: FakeCluster, card: ModelCard) -> None:
+async def test_a_requested_prefill_worker(cluster: FakeCluster, card: ModelCard) -> None:
     async with (
         open_router(cluster, card, allow_pinning=True) as router,
         AsyncClient(router.host.endpoint) as client,

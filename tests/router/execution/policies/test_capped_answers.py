@@ -175,7 +175,7 @@ async def restart(cluster: FakeCluster, worker: FakeDecode, tokens: int) -> None
     await again.start()
 
 
-async def test_a_pinned_prefill_worker_that_is_too_small_is_a_typed_error_at_once(
+async def test_a_requested_prefill_worker_that_is_too_small_is_a_typed_error_at_once(
     endless: FakeModel, card: ModelCard
 ) -> None:
     cluster = FakeCluster(endless, prefills=2, decodes=1)
@@ -187,9 +187,9 @@ async def test_a_pinned_prefill_worker_that_is_too_small_is_a_typed_error_at_onc
         AsyncClient(router.host.endpoint, resume_within_s=0.0) as client,
     ):
         assert (await client.complete(PROMPT, max_tokens=1)).finish_reason == "length"
-        pinned = {"x-slipstream-prefill": small.instance}
+        requested = {"x-slipstream-prefill": small.instance}
         with pytest.raises(errors.ContextExceeded) as refused:
-            await client.complete(PROMPT, max_tokens=1, headers=pinned)
+            await client.complete(PROMPT, max_tokens=1, headers=requested)
         assert refused.value.field == "prompt"
         assert not small.requests
         await eventually(lambda: not cluster.held and not router.manager.held)

@@ -127,8 +127,8 @@ async def test_a_losing_hedge_is_released_and_the_statistics_name_the_winner(
         await eventually(lambda: not cluster.held and not router.manager.held)
 
 
-async def test_a_pinned_prefill_is_not_hedged(cluster: FakeCluster, card: ModelCard) -> None:
-    """A pinned prefill has no second worker, so it does not use the hedge budget."""
+async def test_a_requested_prefill_is_not_hedged(cluster: FakeCluster, card: ModelCard) -> None:
+    """A requested prefill has no second worker, so it does not use the hedge budget."""
     async with (
         open_router(cluster, card, allow_pinning=True) as router,
         AsyncClient(router.host.endpoint) as client,
