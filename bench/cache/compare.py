@@ -33,7 +33,7 @@ class HitDensity(Production):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self.table.policy(PAGE_BYTES).pin(HIT_DENSITY)
+        self.table.policy(PAGE_BYTES).fix_policy(HIT_DENSITY)
 
 
 def row(load: str, seed: int, n_requests: int, capacity: int) -> dict[str, float | str]:

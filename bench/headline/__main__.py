@@ -23,7 +23,7 @@ from typing import Any
 
 from bench.headline.agents import AgentLoad, run_agents
 from bench.headline.report import as_table, compare, knee
-from bench.headline.variants import COMPARISONS, Variant, cluster_of, options_of, pin
+from bench.headline.variants import COMPARISONS, Variant, cluster_of, options_of, set_cores
 from bench.request_log import summarise
 from bench.serve.model import make_serve_model
 from libs.common.cluster.worker_record import Role
@@ -51,7 +51,7 @@ async def measure_variant(
         async with ClusterSupervisor(config, say=_say) as cluster:
             record = cluster.record()
             workers = [p for p in record.processes if p.role in (Role.PREFILL, Role.DECODE)]
-            has_cores = pin([p.pid for p in workers if p.pid is not None])
+            has_cores = set_cores([p.pid for p in workers if p.pid is not None])
             options = options_of(variant, [p.instance for p in workers if p.role == Role.PREFILL])
             async with AsyncClient(record.router_grpc, max_retries=0) as client:
                 warm_up = AgentLoad(1.0, 1, 1, WARM_UP_WORDS, 1, 8, 0.0, seed=load.seed + 1)

@@ -55,7 +55,7 @@ def options_of(variant: Variant, prefill: Sequence[str]) -> RequestOptions:
     }
 
 
-def pin(pids: Sequence[int]) -> bool:
+def set_cores(pids: Sequence[int]) -> bool:
     """Give each worker one core, in turn, and say whether there is one for each."""
     cores = sorted(os.sched_getaffinity(0))
     for index, pid in enumerate(pids):

@@ -182,9 +182,9 @@ class AdaptivePolicy:
         """The name of the policy with the most weight."""
         return POLICY_NAMES[self._weights.leader]
 
-    def pin(self, number: int) -> None:
+    def fix_policy(self, number: int) -> None:
         """Follow only the policy of that number, for ever."""
-        self._weights.pin(number)
+        self._weights.fix_policy(number)
         self._weigh()
         self._follow_leader()
 

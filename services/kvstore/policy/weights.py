@@ -31,7 +31,7 @@ class PolicyWeights:
         self.leader = max(range(n), key=start.__getitem__)
         self.changes = 0  # of the leader
         self._start = tuple(start)
-        self._is_pinned = False
+        self._is_fixed = False
         self._scale = 1.0  # of the next hits: it grows, so that the sums need not decay
         self._hits = [0.0] * n
         self._squares = [[0.0] * n for _ in range(n)]  # of the differences of two
@@ -41,15 +41,15 @@ class PolicyWeights:
         """Judge by the half-life of this capacity from now on."""
         self._half_life = max(MIN_HALF_LIFE_BLOCKS, HALF_LIFE_CAPACITIES * capacity_blocks)
 
-    def pin(self, number: int) -> None:
+    def fix_policy(self, number: int) -> None:
         """Only the cache of that number counts, for ever."""
         self.values = [float(number == other) for other in range(len(self._start))]
-        self.leader, self._is_pinned = number, True
+        self.leader, self._is_fixed = number, True
 
     def judge(self, hits: Sequence[int], n_blocks: int) -> bool:
         """Weigh again with the hits of a chain of `n_blocks`; whether a weight may differ."""
         self._scale *= 2.0 ** (n_blocks / self._half_life)
-        if self._is_pinned or min(hits) == max(hits):
+        if self._is_fixed or min(hits) == max(hits):
             return False  # sums of equal hits decide nothing
         self._add(hits)
         sums = self._hits

@@ -155,7 +155,7 @@ def test_a_change_of_the_policy_keeps_the_tiers_blocks(seed: int, simulated_bloc
             policy.publish(each)
         if number % 20 == 19:
             following = rng.randrange(len(POLICIES))
-            policy.pin(following)
+            policy.fix_policy(following)
             assert policy.followed == ("LRU", "ARC", "S3-FIFO", "hit density")[following]
             strangers = {
                 record.key
@@ -177,7 +177,7 @@ def test_pinned_blocks_stay_whichever_policy_is_followed(seed: int, number: int)
     rng = random.Random(seed)
     table: SlotTable[None] = SlotTable(n_slabs=1, slab_bytes=24 * PAGE_BYTES)
     policy = table.policy(PAGE_BYTES)
-    policy.pin(number)
+    policy.fix_policy(number)
     pinned: list[Block[None]] = []
     for turn, chain in enumerate(LOADS["agents"](rng, 120, 24)):
         keys = [key(block) for block in chain]
@@ -193,7 +193,7 @@ def test_pinned_blocks_stay_whichever_policy_is_followed(seed: int, number: int)
         if pinned and rng.random() < 0.45:
             table.unhold(pinned.pop(rng.randrange(len(pinned))))
         if turn % 40 == 0:
-            policy.pin(rng.randrange(len(POLICIES)))
+            policy.fix_policy(rng.randrange(len(POLICIES)))
         assert all(table.get(block.key) is block for block in pinned)
         table.check()
     for block in pinned:
@@ -277,9 +277,9 @@ def test_old_hits_weigh_less_than_new_ones() -> None:
     assert judged(weights, [(3, 1)] * 2_000)[-1] == 0
 
 
-def test_a_pinned_policy_stays() -> None:
+def test_a_fixed_policy_stays() -> None:
     policy = AdaptivePolicy(64)
-    policy.pin(3)
+    policy.fix_policy(3)
     for chain in LOADS["recent"](random.Random(1), 400, 64):
         policy.want([key(block) for block in chain])
     assert isinstance(policy.live, HitDensityPolicy) and not policy.changes

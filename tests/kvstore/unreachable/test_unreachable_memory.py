@@ -43,7 +43,7 @@ def test_after_changes_of_the_policy_no_unreachable_block_stays_and_no_other_goe
         production.serve(chain)
         policy = table.policy(PAGE_BYTES)
         if number % 100 == 99:
-            policy.pin(rng.randrange(4))
+            policy.fix_policy(rng.randrange(4))
         if number % 20 == 19:
             before, cut_off = set(table.keys()), unreachable_of(table, parents)
             whole_round = 3 + len(policy.history) // LOOK_BLOCKS  # a drop may leave others behind it
@@ -63,7 +63,7 @@ def cut_chain() -> tuple[Production, MemorySweep, list[bytes], list[bytes]]:
     production.serve(range(100, 108))
     table = production.table
     policy = table.policy(PAGE_BYTES)
-    policy.pin(0)  # LRU, so that the next chain takes the place of this one
+    policy.fix_policy(0)  # LRU, so that the next chain takes the place of this one
     cut, kept = (
         [number.to_bytes(16, "little") for number in range(start, start + 8)] for start in (100, 200)
     )
