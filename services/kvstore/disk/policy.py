@@ -82,7 +82,7 @@ class DiskPolicy:
         places = np.flatnonzero(self.sampled(keys))
         if not places.size:
             return None
-        thin = [chain[place] for place in places.tolist()]
+        thin = [chain[at] for at in places.tolist()]
         self.sampled_policy.want(thin, now_ms=now_ms)
         kinds = np.array([self.sampled_policy.kind(key) for key in thin], np.uint16)
         nearest = np.searchsorted(places, np.arange(len(chain)))

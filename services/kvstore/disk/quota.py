@@ -51,20 +51,20 @@ class DiskQuota:
             self._used[number] += n_bytes
 
     def want(
-        self, number: int, owners: npt.NDArray[np.uint16], n_bytes: npt.NDArray[np.int64]
+        self, number: int, tenants: npt.NDArray[np.uint16], n_bytes: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.uint16]:
         """The tenant wanted blocks in slots of `n_bytes`; returns whose they are from now on."""
         if number == PUBLIC:
-            return owners
-        shared = (owners > UNKNOWN_TENANT) & (owners != number)
-        np.subtract.at(self._used, owners[shared], n_bytes[shared])
-        found = owners == UNKNOWN_TENANT
+            return tenants
+        shared = (tenants > UNKNOWN_TENANT) & (tenants != number)
+        np.subtract.at(self._used, tenants[shared], n_bytes[shared])
+        found = tenants == UNKNOWN_TENANT
         self._used[number] += int(n_bytes[found].sum())
-        return np.where(shared, PUBLIC, np.where(found, number, owners)).astype(np.uint16)
+        return np.where(shared, PUBLIC, np.where(found, number, tenants)).astype(np.uint16)
 
-    def check(self, owners: npt.NDArray[np.uint16], n_bytes: npt.NDArray[np.int64]) -> None:
+    def check(self, tenants: npt.NDArray[np.uint16], n_bytes: npt.NDArray[np.int64]) -> None:
         """AssertionError unless the sums are those of these slots."""
-        counted = np.bincount(owners, weights=n_bytes, minlength=len(self._used)).astype(np.int64)
+        counted = np.bincount(tenants, weights=n_bytes, minlength=len(self._used)).astype(np.int64)
         assert (counted[UNKNOWN_TENANT + 1 :] == self._used[UNKNOWN_TENANT + 1 :]).all()
 
     def _forget_empty(self) -> None:

@@ -154,9 +154,9 @@ class DiskWriteBehind:
     def _origin(self, block: Block[bytes]) -> Origin:
         """The block's tenant and position in its chain, as the memory tier knows them."""
         table = self._dram.table
-        tenant = table.quota.owner(block.key) if table.quota is not None else NOBODY
-        place = table.policy(block.slot.slot_bytes).place(block.key)
-        return Origin(tenant=tenant) if place is None else Origin(*place, tenant)
+        tenant = table.quota.tenant_of(block.key) if table.quota is not None else NOBODY
+        location = table.policy(block.slot.slot_bytes).location(block.key)
+        return Origin(tenant=tenant) if location is None else Origin(*location, tenant)
 
     def _disks_changed(self) -> None:
         self._disk_changes += 1

@@ -97,14 +97,14 @@ class AdaptivePolicy:
 
     def publish(self, key: bytes) -> None:
         """The block is in the tier now."""
-        self._blocks.place(self.history.get(key) or self._begin([key])[0])
+        self._blocks.enqueue(self.history.get(key) or self._begin([key])[0])
         self._forget_old()
 
     def chained(self, keys: Sequence[bytes]) -> None:
         """The published blocks are a chain, in its order: the last one leaves first."""
         for record in map(self.history.get, reversed(keys)):
             if record is not None and record.queue is not None:
-                self._blocks.place(record)
+                self._blocks.enqueue(record)
 
     def discard(self, key: bytes) -> None:
         """The block is not in the tier any more. The caches go on as if it were."""
@@ -143,7 +143,7 @@ class AdaptivePolicy:
             raise KeyError(key.hex())
         return record.kind
 
-    def place(self, key: bytes) -> tuple[bytes | None, int, int] | None:
+    def location(self, key: bytes) -> tuple[bytes | None, int, int] | None:
         """The block before this one in its chain, how many are before it, and its kind; None if unknown."""
         record = self.history.get(key)
         if record is None:
@@ -226,17 +226,17 @@ class AdaptivePolicy:
         for record in self.history.records():
             record.held &= ~1
         self.live = self._new(leader, self.capacity_blocks, bit=1)
-        self._place_all()
+        self._enqueue_all()
 
     def _new(self, number: int, capacity_blocks: int, *, bit: int) -> EvictionPolicy:
         if number == HIT_DENSITY:
             return HitDensityPolicy(capacity_blocks, self.history, self.model, bit=bit)
         return _PAPERS[number](capacity_blocks, bit=bit)
 
-    def _place_all(self) -> None:
+    def _enqueue_all(self) -> None:
         for record in self.history.records():
             if record.queue is not None:
-                self._blocks.place(record)
+                self._blocks.enqueue(record)
 
     def _serve(self, path: Sequence[BlockRecord]) -> list[int]:
         """Serve the chain in all caches; the hits of the simulated ones."""
@@ -248,7 +248,7 @@ class AdaptivePolicy:
         self._note_evicted()
         for record in reversed(path):
             if record.queue is not None:
-                self._blocks.place(record)
+                self._blocks.enqueue(record)
         return hits
 
     def _begin(self, keys: Sequence[bytes]) -> list[BlockRecord]:
@@ -266,7 +266,7 @@ class AdaptivePolicy:
         for policy in (*self._simulated, self.live):
             for record in policy.evicted:
                 if record.queue is not None:
-                    self._blocks.place(record)
+                    self._blocks.enqueue(record)
             policy.evicted.clear()
 
     def _sample_again(self, rate: int) -> None:
@@ -276,7 +276,7 @@ class AdaptivePolicy:
             record.sampled = self.history.is_sampled(record.key)
             record.held = 0
         self._start_caches()
-        self._place_all()
+        self._enqueue_all()
 
     def _forget_old(self) -> None:
         if len(self.history) > self.history.max_blocks:

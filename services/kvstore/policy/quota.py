@@ -20,15 +20,15 @@ class TenantQuota:
         self.limit_bytes = limit_bytes
         self._used: dict[bytes, int] = {}
         self._blocks: dict[bytes, OrderedDict[bytes, int]] = {}  # tenant: its blocks and their bytes
-        self._owner: dict[bytes, bytes] = {}
+        self._tenants: dict[bytes, bytes] = {}
 
     def used_bytes(self, tenant: bytes) -> int:
         """What counts for the tenant."""
         return self._used.get(tenant, 0)
 
-    def owner(self, key: bytes) -> bytes:
+    def tenant_of(self, key: bytes) -> bytes:
         """The tenant that a published block counts for."""
-        return self._owner.get(key, NOBODY)
+        return self._tenants.get(key, NOBODY)
 
     def has_room(self, tenant: bytes, n_bytes: int) -> bool:
         """Whether the tenant may take so many bytes more."""
@@ -50,11 +50,11 @@ class TenantQuota:
         """The block is in a slot taken for the tenant."""
         if tenant != NOBODY:
             self._blocks.setdefault(tenant, OrderedDict())[key] = n_bytes
-            self._owner[key] = tenant
+            self._tenants[key] = tenant
 
     def discard(self, key: bytes) -> None:
         """The block is gone, and its slot free."""
-        tenant = self._owner.pop(key, NOBODY)
+        tenant = self._tenants.pop(key, NOBODY)
         if tenant == NOBODY:
             return
         blocks = self._blocks[tenant]
@@ -65,10 +65,10 @@ class TenantQuota:
     def want(self, chain: Sequence[bytes], tenant: bytes) -> None:
         """The tenant wanted the chain."""
         for key in reversed(chain):
-            owner = self._owner.get(key)
-            if owner == tenant:
-                self._blocks[owner].move_to_end(key)
-            elif owner is not None and tenant != NOBODY:
+            known = self._tenants.get(key)
+            if known == tenant:
+                self._blocks[known].move_to_end(key)
+            elif known is not None and tenant != NOBODY:
                 self.discard(key)
 
     def own(self, tenant: bytes) -> Iterator[bytes]:

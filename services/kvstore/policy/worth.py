@@ -32,7 +32,7 @@ class WorthQueues:
         self._worth = worth
         self._order = sorted(range(len(worth)), key=worth.__getitem__)
 
-    def place(self, record: BlockRecord) -> Queue:
+    def enqueue(self, record: BlockRecord) -> Queue:
         """Put a block that the tier has last into the queue of the caches that hold it."""
         if record.queue is not None:
             del record.queue[record]
@@ -54,13 +54,13 @@ class WorthQueues:
                 self._named[record], record.queue = None, self._named
                 return record
         for record in list(self._named):
-            self.place(record)
+            self.enqueue(record)
         return None
 
     def spared(self, record: BlockRecord) -> None:
         """A block that was named and stays is the next of its queue."""
         if record.queue is self._named:
-            self.place(record).move_to_end(record, last=False)
+            self.enqueue(record).move_to_end(record, last=False)
 
     def kept(self, records: Sequence[BlockRecord], room: int) -> list[BlockRecord]:
         """The blocks that are worth at least what leaves for them, beyond the `room` that is free."""

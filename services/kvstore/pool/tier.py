@@ -82,7 +82,7 @@ class PoolTier:
         self.inventory.add([block.key])
         if before is not None:
             self.watch.unreachable.put(block.key, before)
-            self.watch.owner_failover.discard_hints([block.key])
+            self.watch.adoption.discard_hints([block.key])
 
     def _state_changed(self) -> None:
         if not self.client.available:
@@ -135,7 +135,7 @@ class PoolTier:
         self.inventory.remove(gone)
         self.inventory.eviction_stats.discard(gone)
         self.watch.unreachable.forget(gone)
-        self.watch.owner_failover.discard_hints(gone)
+        self.watch.adoption.discard_hints(gone)
         if keys is None:
             answer = await self.client.call("clear", timeout_s=DROP_S)
         else:
@@ -205,7 +205,7 @@ class PoolTier:
             "slipstream_kvstore_quarantined_bytes_pool": self.client.quarantined_bytes,
             "slipstream_kvstore_pool_puts_total": self.writes.put_blocks,
             "slipstream_kvstore_pool_puts_dropped_total": self.writes.dropped_blocks,
-            "slipstream_kvstore_pool_adopted_blocks_total": self.watch.owner_failover.adopted_blocks,
+            "slipstream_kvstore_pool_adopted_blocks_total": self.watch.adoption.adopted_blocks,
             "slipstream_kvstore_pool_failovers_total": self._promoter.failovers,
             "slipstream_kvstore_pool_corrupt_blocks_total": self._promoter.corrupt_blocks,
             "slipstream_kvstore_pool_agent_restarts_total": self.client.restarts,

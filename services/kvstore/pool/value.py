@@ -51,7 +51,7 @@ def key_of(name: str) -> bytes | None:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """Ownership of a value: the preceding key in its chain, and the tag of the node that put it."""
+    """Origin of a value: the preceding key in its chain, and the tag of the node that put it."""
 
     before: bytes
     putter: bytes

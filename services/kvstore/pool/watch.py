@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from services.kvstore.pool.adoption import BlockAdoption
 from services.kvstore.pool.agent_client import AgentClient
 from services.kvstore.pool.inventory import Inventory
-from services.kvstore.pool.owner_failover import OwnerFailover
 from services.kvstore.pool.value import HEADER_BYTES, read_hint
 from services.kvstore.unreachable.watch import UnreachableWatch
 from slipstream.errors import Unavailable
@@ -39,7 +39,7 @@ class PoolWatch:
         self._inventory = inventory
         self._on_dropped = on_dropped
         self.unreachable = UnreachableWatch(is_present=inventory.__contains__, is_usable=is_usable)
-        self.owner_failover = OwnerFailover(
+        self.adoption = BlockAdoption(
             is_watched=self.unreachable.__contains__,
             adopt=self.unreachable.put,
             release=self.unreachable.forget,
@@ -108,16 +108,16 @@ class PoolWatch:
             return False
         new, gone = ([bytes.fromhex(key) for key in answer[name]] for name in ("new", "gone"))
         more = bool(answer["more"])
-        self.owner_failover.set_members(answer.get("segments", ()), own=self._client.segment)
+        self.adoption.set_members(answer.get("segments", ()), own=self._client.segment)
         self._inventory.apply_list(number, new=new, gone=gone, whole=whole, last=not more)
-        self.owner_failover.discard_hints(gone)
+        self.adoption.discard_hints(gone)
         self._needs_whole_list, self._list_is_complete = False, not more
         self.has_listed |= not more
         return more
 
     async def adopt_blocks(self) -> None:
         """Watch some more of the blocks whose putter has left. Raises Unavailable."""
-        wanted = self.owner_failover.poll(self._inventory.keys)
+        wanted = self.adoption.poll(self._inventory.keys)
         if not wanted:
             return
         staged = await self._client.stage([HEADER_BYTES] * len(wanted), timeout_s=HEADERS_S)
@@ -132,7 +132,7 @@ class PoolWatch:
             for key, extent, arrived in zip(wanted, staged.extents, answer["arrived"], strict=True):
                 if arrived:
                     header = self._client.memory.view(extent.offset, HEADER_BYTES)
-                    self.owner_failover.add_hint(key, read_hint(header, key))
+                    self.adoption.add_hint(key, read_hint(header, key))
         finally:
             self._client.release(staged, "caller")
 
@@ -146,7 +146,7 @@ class PoolWatch:
             return
         await self._client.call("drop", timeout_s=DROP_S, keys=[key.hex() for key in due])
         self.unreachable.dropped(due, now_s=now_s)
-        self.owner_failover.discard_hints(due)
+        self.adoption.discard_hints(due)
         self._inventory.remove(due)
         self._on_dropped(due)
         log.info("pool: %d blocks dropped: their predecessors are in no tier", len(due))

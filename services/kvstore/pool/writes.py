@@ -230,8 +230,8 @@ class PoolWrites:
 
     def _before(self, block: Block[bytes]) -> bytes | None:
         """The preceding block in the block's chain, if known."""
-        place = self._dram.table.policy(block.slot.slot_bytes).place(block.key)
-        return None if place is None else place[0]
+        location = self._dram.table.policy(block.slot.slot_bytes).location(block.key)
+        return None if location is None else location[0]
 
     def _retry(self, keys: Sequence[bytes]) -> None:
         if self._closing:

@@ -69,7 +69,7 @@ class Rig:
         self.memory.view(0, len(data))[:] = data
         return await self.tier.write(key(number), self.memory.address, len(data), checksum(data))
 
-    def place(self, block: DiskBlock) -> tuple[str, int, int]:
+    def location(self, block: DiskBlock) -> tuple[str, int, int]:
         """The file's name, the header's offset and the payload's offset."""
         superblock = Superblock(block.slot.slab, SEGMENT_BYTES, block.slot.slot_bytes)
         index = block.slot.index
@@ -78,20 +78,20 @@ class Rig:
 
 
 def flip(rig: Rig, files: Files, rng: random.Random) -> None:
-    name, header_at, payload_at = rig.place(rng.choice(rig.blocks))
+    name, header_at, payload_at = rig.location(rng.choice(rig.blocks))
     at = rng.choice((header_at + rng.randrange(80), payload_at + rng.randrange(PAGE_BYTES - 20)))
     files[name][at] ^= 1 << rng.randrange(8)
 
 
 def zero_a_page(rig: Rig, files: Files, rng: random.Random) -> None:
-    name, header_at, payload_at = rig.place(rng.choice(rig.blocks))
+    name, header_at, payload_at = rig.location(rng.choice(rig.blocks))
     at = rng.choice((0, header_at, payload_at, payload_at))
     files[name][at : at + PAGE_BYTES] = bytes(PAGE_BYTES)
 
 
 def swap(rig: Rig, files: Files, rng: random.Random) -> None:
     """Swap the payloads, the headers or the whole of two blocks."""
-    one, other = (rig.place(block) for block in rng.sample(rig.blocks, 2))
+    one, other = (rig.location(block) for block in rng.sample(rig.blocks, 2))
     for part in rng.choice(((1,), (2,), (2,), (1, 2))):
         a, b = int(one[part]), int(other[part])
         saved = files[one[0]][a : a + PAGE_BYTES]
@@ -101,13 +101,13 @@ def swap(rig: Rig, files: Files, rng: random.Random) -> None:
 
 def stale(rig: Rig, files: Files, rng: random.Random) -> None:
     """Undo a write: the header, the payload or both are as before."""
-    name, header_at, payload_at = rig.place(rng.choice(rig.blocks))
+    name, header_at, payload_at = rig.location(rng.choice(rig.blocks))
     for at in rng.choice(((header_at,), (payload_at,), (header_at, payload_at))):
         files[name][at : at + HEADER_BYTES] = rig.earlier[name][at : at + HEADER_BYTES]
 
 
 def tear(rig: Rig, files: Files, rng: random.Random) -> None:
-    name, _, payload_at = rig.place(rng.choice(rig.blocks))
+    name, _, payload_at = rig.location(rng.choice(rig.blocks))
     cut = rng.randrange(0, PAGE_BYTES, 512)
     files[name][payload_at + cut : payload_at + PAGE_BYTES] = bytes(PAGE_BYTES - cut)
 
@@ -118,7 +118,7 @@ def truncate(rig: Rig, files: Files, rng: random.Random) -> None:
 
 
 def garbage(rig: Rig, files: Files, rng: random.Random) -> None:
-    name, _, payload_at = rig.place(rng.choice(rig.blocks))
+    name, _, payload_at = rig.location(rng.choice(rig.blocks))
     files[name][payload_at : payload_at + PAGE_BYTES] = rng.randbytes(PAGE_BYTES)
 
 
@@ -214,7 +214,7 @@ async def test_a_million_damages() -> None:
 async def test_a_damaged_block_is_dropped_and_counted_and_can_be_put_again() -> None:
     rig = Rig()
     await rig.fill()
-    name, _, payload_at = rig.place(rig.blocks[3])
+    name, _, payload_at = rig.location(rig.blocks[3])
     rig.disk.files[name][payload_at + 7] ^= 4
     wanted = [(key(3), rig.memory.address)]
     assert isinstance((await rig.tier.read_many(wanted))[0], DataCorrupt)
@@ -231,8 +231,8 @@ async def test_the_scrub_finds_damage_in_unread_blocks() -> None:
     rig = Rig()
     await rig.fill()
     for number, part in ((5, 1), (6, 2)):  # a header and a payload
-        place = rig.place(rig.blocks[number])
-        rig.disk.files[place[0]][int(place[part]) + 17] ^= 1
+        location = rig.location(rig.blocks[number])
+        rig.disk.files[location[0]][int(location[part]) + 17] ^= 1
     scrubber = Scrubber(rig.tier, bytes_per_s=1 << 30, pause_s=0.01)
     scrubber.start()
     async with asyncio.timeout(60):

@@ -1,4 +1,4 @@
-"""Quotas of tenants on a disk: the sums follow the owner of each block."""
+"""Quotas of tenants on a disk: the sums follow the tenant of each block."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ def test_a_block_belongs_to_its_first_tenant_until_a_second_one_uses_it() -> Non
     quota = DiskQuota(150)
     one, other = quota.number_of(b"one"), quota.number_of(b"other")
     found = np.array([UNKNOWN_TENANT, UNKNOWN_TENANT, PUBLIC], np.uint16)
-    owners = quota.want(one, found, SIZES[:3])
-    assert owners.tolist() == [one, one, PUBLIC]
+    tenants = quota.want(one, found, SIZES[:3])
+    assert tenants.tolist() == [one, one, PUBLIC]
     assert (quota.used_bytes(b"one"), quota.used_bytes(b"other")) == (11, 0)
     assert quota.has_room(one, 139) and not quota.has_room(one, 140)
-    owners = quota.want(other, owners, SIZES[:3])
-    assert owners.tolist() == [PUBLIC] * 3
+    tenants = quota.want(other, tenants, SIZES[:3])
+    assert tenants.tolist() == [PUBLIC] * 3
     assert (quota.used_bytes(b"one"), quota.used_bytes(b"other")) == (0, 0)
 
 
 @given(st.lists(st.tuples(st.sampled_from([b"one", b"two", b"three"]), st.sets(st.integers(0, 4)))))
 def test_the_quota_sums_equal_those_of_the_blocks(wants: list[tuple[bytes, set[int]]]) -> None:
     quota = DiskQuota(1 << 30)
-    owners = np.full(len(SIZES), UNKNOWN_TENANT, np.uint16)
+    tenants = np.full(len(SIZES), UNKNOWN_TENANT, np.uint16)
     for tenant, blocks in wants:
         chosen = sorted(blocks)
-        owners[chosen] = quota.want(quota.number_of(tenant), owners[chosen], SIZES[chosen])
-        quota.check(owners, SIZES)
+        tenants[chosen] = quota.want(quota.number_of(tenant), tenants[chosen], SIZES[chosen])
+        quota.check(tenants, SIZES)

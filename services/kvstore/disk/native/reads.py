@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from services.kvstore.disk.native.library import ENDED, Library, native_library
 from services.kvstore.disk.queues.queue import Ended, OnEnd
-from services.kvstore.disk.queues.reads import READ_THREADS, BlockReader, place, threaded_reader
+from services.kvstore.disk.queues.reads import READ_THREADS, BlockReader, location, threaded_reader
 from services.kvstore.disk.segments.files import BlockRead, SegmentFiles, follows
 from services.kvstore.disk.segments.io import uses_system_reads_and_writes
 from slipstream.errors import DataCorrupt, Unavailable
@@ -132,7 +132,7 @@ class NativeReader:
         tickets: dict[int, tuple[OnEnd, int, BlockRead]] = {}
         order = range(len(items))
         if len(items) > 1:
-            order = sorted(order, key=lambda at: place(items[at]))  # type: ignore[assignment]
+            order = sorted(order, key=lambda at: location(items[at]))  # type: ignore[assignment]
         packed, n_run, flags = bytearray(), 1, DIRECT if self._files.io.direct else 0
         for index, at in enumerate(order):
             item, self._next = items[at], self._next + 1

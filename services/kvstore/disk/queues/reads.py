@@ -42,11 +42,16 @@ class BlockReader(Protocol):
 def threaded_reader(files: SegmentFiles, clock_s: Callable[[], float]) -> BlockReader:
     """A reader with interpreter threads, through the files' `DiskIo`."""
     return DiskQueue(
-        "kv-read", n_threads=READ_THREADS, pop_batch=_pop_run, work=files.load, order=place, clock_s=clock_s
+        "kv-read",
+        n_threads=READ_THREADS,
+        pop_batch=_pop_run,
+        work=files.load,
+        order=location,
+        clock_s=clock_s,
     )
 
 
-def place(read: BlockRead) -> tuple[int, int]:
+def location(read: BlockRead) -> tuple[int, int]:
     """The block's position on the disk."""
     return read.slot.slab, read.slot.index
 

@@ -248,7 +248,7 @@ class SegmentFiles:
         max_bytes: int,
         executor: Executor | None,
     ) -> None:
-        going = sorted((write for write in group if write.slot not in outcome), key=_place)
+        going = sorted((write for write in group if write.slot not in outcome), key=_location)
         runs = list(neighbours(going, max_bytes))
 
         def write_run(run: list[BlockWrite]) -> None:
@@ -309,7 +309,7 @@ def _fail_segment(
     outcome.update((write.slot, error) for write in group if write.slot.slab == slab)
 
 
-def _place(write: BlockWrite) -> tuple[int, int]:
+def _location(write: BlockWrite) -> tuple[int, int]:
     return write.slot.slab, write.slot.index
 
 

@@ -291,7 +291,7 @@ static group *new_group(int size) {
     return NULL;
 }
 
-static int by_place(const void *one, const void *other) {
+static int by_location(const void *one, const void *other) {
     const block_write *a = one, *b = other;
     if (a->fd != b->fd) return a->fd < b->fd ? -1 : 1;
     return a->payload_at < b->payload_at ? -1 : a->payload_at > b->payload_at;
@@ -309,7 +309,7 @@ int kv_writer_add(writer *writer, const block_write *blocks, int n) {
     if (!group) group = new_group(n > 32 ? n : 32);
     if (!group) return 0;
     memcpy(group->blocks, blocks, (size_t)n * sizeof *blocks);
-    qsort(group->blocks, (size_t)n, sizeof *blocks, by_place);
+    qsort(group->blocks, (size_t)n, sizeof *blocks, by_location);
     memset(group->results, 0, (size_t)n * sizeof *group->results);
     group->n = n;
     group->phase = BEGUN;

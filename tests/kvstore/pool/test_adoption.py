@@ -1,4 +1,4 @@
-"""Failover of pool copies after their putter left, and eviction counts, with a real master."""
+"""Adoption of pool copies after their putter left, and eviction counts, with a real master."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.checksum import checksum
-from services.kvstore.pool import owner_failover as owner_failover
-from services.kvstore.pool import watch
-from services.kvstore.pool.owner_failover import OwnerFailover
+from services.kvstore.pool import adoption, watch
+from services.kvstore.pool.adoption import BlockAdoption
 from services.kvstore.pool.value import (
     HEADER_BYTES,
     Hint,
@@ -29,14 +28,14 @@ NAMES = ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]
 KEYS = [key(number) for number in range(1, 400)]
 
 
-def share_of(watched: dict[bytes, bytes]) -> OwnerFailover:
+def share_of(watched: dict[bytes, bytes]) -> BlockAdoption:
     """Return a node's share of the blocks; `watched` maps each block to its predecessor."""
 
     def release(keys: Sequence[bytes]) -> None:
         for each in keys:
             del watched[each]
 
-    return OwnerFailover(is_watched=watched.__contains__, adopt=watched.__setitem__, release=release)
+    return BlockAdoption(is_watched=watched.__contains__, adopt=watched.__setitem__, release=release)
 
 
 @given(
@@ -59,18 +58,18 @@ def test_a_hint_is_read_unchanged_or_not_at_all(before: bytes, flip: int, putter
     assert read_hint(memoryview(header), KEYS[0]) in (hint, None)
 
 
-def test_each_block_has_one_owner_and_few_change_with_the_members() -> None:
-    def owners(names: list[str]) -> list[str]:
+def test_each_block_has_one_adopter_and_few_change_with_the_members() -> None:
+    def adopters(names: list[str]) -> list[str]:
         shares = {name: share_of({}) for name in names}
         for name, share in shares.items():
             share.set_members(names, own=name)
         found = []
         for each in KEYS:
-            (owner,) = [name for name, share in shares.items() if share.is_owner(each)]
-            found.append(owner)
+            (adopter,) = [name for name, share in shares.items() if share.is_adopter(each)]
+            found.append(adopter)
         return found
 
-    three, two = owners(NAMES), owners(NAMES[:2])
+    three, two = adopters(NAMES), adopters(NAMES[:2])
     assert all(100 < three.count(name) < 170 for name in NAMES)
     assert all(new == old for new, old in zip(two, three, strict=True) if old != NAMES[2])
 
@@ -85,7 +84,7 @@ def test_headers_are_read_at_a_bounded_rate_and_once() -> None:
     read: list[bytes] = []
     for _ in range(30):
         wanted = share.poll(lambda: KEYS)
-        assert len(wanted) <= owner_failover.READ_BLOCKS
+        assert len(wanted) <= adoption.READ_BLOCKS
         for number, each in enumerate(wanted, start=len(read)):
             putter = NAMES[number % 2]
             share.add_hint(each, Hint(KEYS[0], tag_of(putter)) if number % 3 else None)
@@ -117,14 +116,14 @@ def test_blocks_that_another_node_watches_again_are_released() -> None:
     assert set(watched) == set(KEYS)
     share.discard_hints([own])
     read([NAMES[0], NAMES[2]])
-    assert set(watched) == {own, *filter(share.is_owner, KEYS)} and len(watched) < len(KEYS)
+    assert set(watched) == {own, *filter(share.is_adopter, KEYS)} and len(watched) < len(KEYS)
 
 
 def test_the_header_of_a_replaced_value_is_read_again() -> None:
     watched: dict[bytes, bytes] = {}
     share = share_of(watched)
     share.set_members(NAMES[:2], own=NAMES[0])
-    mine = [each for each in KEYS if share.is_owner(each)][:2]
+    mine = [each for each in KEYS if share.is_adopter(each)][:2]
     for gone in (lambda: share.discard_hints(mine[:1]), lambda: share.poll(lambda: mine[1:])):
         assert mine[0] in share.poll(lambda: mine)
         for each in mine:
@@ -169,12 +168,10 @@ async def test_unreachable_copies_of_a_dead_node_are_dropped_by_another(
     putter.dram.table.touch(chain)
     await putter.put(numbers)
     await until(lambda: all(set(chain) <= set(each.pool.inventory.keys()) for each in members))
-    assert not any(each.pool.watch.owner_failover.adopted_blocks for each in members)
+    assert not any(each.pool.watch.adoption.adopted_blocks for each in members)
     await putter.close()  # as after a restart: no node remembers the puts
     assert await members[0].find(numbers) == set(numbers)
-    await until(
-        lambda: sum(each.pool.watch.owner_failover.adopted_blocks for each in members) >= len(chain) - 1
-    )
+    await until(lambda: sum(each.pool.watch.adoption.adopted_blocks for each in members) >= len(chain) - 1)
     await members[0].pool.drop([chain[4]])
     await until(lambda: not any(set(chain[4:]) & set(each.pool.inventory.keys()) for each in members))
     dropped = [each.pool.metrics()["slipstream_kvstore_unreachable_dropped_pool_total"] for each in members]

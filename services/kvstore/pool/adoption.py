@@ -1,7 +1,7 @@
-"""Failover of ownership of pool copies whose putter has left. Pure.
+"""Adoption of pool copies whose putter has left. Pure.
 
 A node watches the blocks that it put, and counts as another node after a restart (its segment is renamed).
-For each block the living nodes agree on one owner by rendezvous hashing, without communication. The owner
+For each block the living nodes agree on one adopter by rendezvous hashing, without communication. The adopter
 reads the block's header once, which names its predecessor and its putter. It watches the block while the
 putter is not among the living; a putter that was only silent takes its blocks back.
 """
@@ -21,7 +21,7 @@ CHECK_BLOCKS = 1024
 READ_BLOCKS = 64
 
 
-class OwnerFailover:
+class BlockAdoption:
     """One node's share of the blocks.
 
     `is_watched(key)`: this node watches the block already. `adopt(key, before)` makes it watch the block, and
@@ -61,10 +61,10 @@ class OwnerFailover:
             key = self._unchecked.pop()
             if self._is_watched(key):
                 if (hint := self._hints.get(key)) is not None and not (
-                    self._is_lost(hint) and self.is_owner(key)
+                    self._is_lost(hint) and self.is_adopter(key)
                 ):
                     self._release([key])
-            elif not self.is_owner(key):
+            elif not self.is_adopter(key):
                 continue
             elif key not in self._hints:
                 wanted.append(key)
@@ -86,7 +86,7 @@ class OwnerFailover:
         for key in keys:
             self._hints.pop(key, None)
 
-    def is_owner(self, key: bytes) -> bool:
+    def is_adopter(self, key: bytes) -> bool:
         """Whether the living nodes' hashing chooses this node for the block."""
         return max(self._living, key=lambda tag: xxhash.xxh3_64_intdigest(tag + key)) == self._own
 
