@@ -1,4 +1,4 @@
-"""Live handoffs and the jobs that own their pages. When one of the two ends, the other ends too.
+"""Live handoffs and the jobs that export their pages. When one of the two ends, the other ends too.
 
 PrefillJob opens, publishes and completes a handoff. PrefillService passes on the calls of the decode worker
 (services/decode/handoff.py): watch, renew, release.
@@ -27,8 +27,8 @@ _SWEEP_S = 0.25
 _UNREAD = ExportedPage(0, bytes(CHECKSUM_BYTES))
 
 
-class Owner(Protocol):
-    """Holds the pages of a handoff."""
+class HandoffExporter(Protocol):
+    """Exports the pages of a handoff and holds them."""
 
     def end(self) -> None:
         """Stop and release the pages. Idempotent, returns at once."""
@@ -44,13 +44,13 @@ class Owner(Protocol):
 
 
 class HandoffRegistry:
-    """The handoff table with its clock, its watchers and its owners."""
+    """The handoff table with its clock, its watchers and its exporters."""
 
     def __init__(self, counters: Counters, *, now_ms: Callable[[], float]) -> None:
         self._counters = counters
         self._now_ms = now_ms
         self._table: HandoffTable[Complete] = HandoffTable()
-        self._owners: dict[str, Owner] = {}
+        self._exporters: dict[str, HandoffExporter] = {}
         self._changed: dict[str, asyncio.Event] = {}
         self._addresses: dict[str, list[int]] = {}  # of the published blocks
         self._sweeper: asyncio.Task[None] | None = None
@@ -70,12 +70,14 @@ class HandoffRegistry:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
 
-    def open(self, handoff_id: str, owner: Owner, key: AttemptKey, *, n_blocks: int, lease_ms: int) -> int:
+    def open(
+        self, handoff_id: str, exporter: HandoffExporter, key: AttemptKey, *, n_blocks: int, lease_ms: int
+    ) -> int:
         """A new handoff; returns the lease it got, milliseconds."""
         handoff = self._table.open(
             handoff_id, key, n_blocks=n_blocks, lease_ms=lease_ms, now_ms=self._now_ms()
         )
-        self._owners[handoff_id] = owner
+        self._exporters[handoff_id] = exporter
         self._changed[handoff_id] = asyncio.Event()
         self._addresses[handoff_id] = []
         self._counters.add("slipstream_handoffs_total")
@@ -109,7 +111,7 @@ class HandoffRegistry:
     def renew(self, handoff_id: str, lease_ms: int, read_blocks: Sequence[int] = ()) -> None:
         """Extend the lease; the reader has `read_blocks`. Raises NotFound when it has ended."""
         self._table.renew(handoff_id, lease_ms, self._now_ms())
-        self._owners[handoff_id].on_read(read_blocks)
+        self._exporters[handoff_id].on_read(read_blocks)
 
     def release(self, handoff_id: str) -> None:
         """The reader is done."""
@@ -133,7 +135,7 @@ class HandoffRegistry:
         if handoff.key != key:
             raise FailedPrecondition(f"handoff {handoff_id} belongs to {handoff.key}, not {key}")
         if self.hold(handoff_id):
-            self._owners[handoff_id].on_watched(first_block, draft_rows)
+            self._exporters[handoff_id].on_watched(first_block, draft_rows)
         try:
             sent = 0
             while True:
@@ -164,7 +166,7 @@ class HandoffRegistry:
                 self._counters.add("slipstream_handoffs_expired_total")
             self._addresses.pop(handoff.handoff_id)
             self._changed.pop(handoff.handoff_id).set()
-            self._owners.pop(handoff.handoff_id).end()
+            self._exporters.pop(handoff.handoff_id).end()
 
     def _notify(self, handoff_id: str) -> None:
         self._changed[handoff_id].set()

@@ -76,7 +76,7 @@ class PrefillJob(SequenceTask):
     def on_error(self, error: SlipstreamError) -> None:
         self._outputs.put_nowait(error)
 
-    # ---- Owner
+    # ---- HandoffExporter
 
     def on_watched(self, first_block: int, draft_rows: int) -> None:
         self._draft_rows = max(self._draft_rows, draft_rows)
