@@ -21,9 +21,9 @@ import grpc
 log = logging.getLogger(__name__)
 
 # The coroutine of gRPC's second task of a call, which refers to the handler's task.
-_OWNER = "_schedule_rpc_coro"
+_CALL_COROUTINE = "_schedule_rpc_coro"
 # By the handler of a call.
-_owners: weakref.WeakKeyDictionary[asyncio.Task[Any], weakref.ref[asyncio.Task[Any]]] = (
+_call_tasks: weakref.WeakKeyDictionary[asyncio.Task[Any], weakref.ref[asyncio.Task[Any]]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -32,11 +32,11 @@ def reset_call(handler: asyncio.Task[Any]) -> None:
     """Cancel the handler's task and reset its call: other calls of the connection go on."""
     if handler.done():
         return
-    owner = _owner_of(handler)
-    if owner is None:
+    call_task = _find_call_task(handler)
+    if call_task is None:
         log.error("this version of gRPC keeps a call open whose client reads nothing")
     else:
-        owner.cancel()
+        call_task.cancel()
     handler.cancel()
 
 
@@ -69,20 +69,20 @@ def ending_with_call() -> Iterator[None]:
         raise asyncio.CancelledError from None
 
 
-def _owner_of(handler: asyncio.Task[Any]) -> asyncio.Task[Any] | None:
+def _find_call_task(handler: asyncio.Task[Any]) -> asyncio.Task[Any] | None:
     """gRPC's task that waits for the end of the handler's call."""
-    if handler not in _owners:
-        _note_owners(handler.get_loop())
-    owner = _owners.get(handler)
-    return None if owner is None else owner()
+    if handler not in _call_tasks:
+        _note_call_tasks(handler.get_loop())
+    call_task = _call_tasks.get(handler)
+    return None if call_task is None else call_task()
 
 
-def _note_owners(loop: asyncio.AbstractEventLoop) -> None:
-    """Note the owners of all calls that run: a look through all tasks serves many resets."""
+def _note_call_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Note the tasks of all calls that run: a look through all tasks serves many resets."""
     for task in asyncio.all_tasks(loop):
         coroutine = task.get_coro()
-        if getattr(coroutine, "__name__", "") == _OWNER:
+        if getattr(coroutine, "__name__", "") == _CALL_COROUTINE:
             for scope in gc.get_referents(coroutine):
                 for handler in gc.get_referents(scope):
                     if isinstance(handler, asyncio.Task):
-                        _owners[handler] = weakref.ref(task)
+                        _call_tasks[handler] = weakref.ref(task)

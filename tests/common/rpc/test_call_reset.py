@@ -19,19 +19,19 @@ async def test_a_flood_of_watches_costs_few_looks_through_all_tasks(
 ) -> None:
     n_resets = 3 * GRPC_PUBLIC_CALLS
     looks = resets = 0
-    note_owners, reset_call = call_reset._note_owners, call_reset.reset_call
+    note_call_tasks, reset_call = call_reset._note_call_tasks, call_reset.reset_call
 
     def count_look(loop: asyncio.AbstractEventLoop) -> None:
         nonlocal looks
         looks += 1
-        note_owners(loop)
+        note_call_tasks(loop)
 
     def count_reset(handler: asyncio.Task[Any]) -> None:
         nonlocal resets
         resets += 1
         reset_call(handler)
 
-    monkeypatch.setattr(call_reset, "_note_owners", count_look)
+    monkeypatch.setattr(call_reset, "_note_call_tasks", count_look)
     monkeypatch.setattr("libs.common.rpc.serve.reset_call", count_reset)
     host = ServiceHost("127.0.0.1:0")
     await host.start([])
