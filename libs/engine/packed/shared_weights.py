@@ -23,7 +23,7 @@ _POLL_S = 0.02
 # How long another process may pack before this one packs for itself: at least, and at a slow drive's speed.
 _LEAST_WAIT_S, _SLOW_BYTES_S = 20.0, 100e6
 # The process that packs touches the lock so often; others no longer wait for one that is silent for so long.
-_BEAT_S, _ABANDONED_S = 1.0, 10.0
+_HEARTBEAT_S, _ABANDONED_S = 1.0, 10.0
 _FREE_SHARE = 0.5  # of a disk's free space: how much of it a new file may take
 
 
@@ -61,8 +61,8 @@ def _open(
     deadline_s = time.monotonic() + _LEAST_WAIT_S + source.expected_bytes / _SLOW_BYTES_S
     refused: tuple[int, int] | None = None  # the file that was found unusable
     lock_path = source.path.with_name(f"{source.path.name}.lock")
-    beat: tuple[int, int] | None = None
-    beat_s = time.monotonic()
+    heartbeat: tuple[int, int] | None = None
+    heartbeat_s = time.monotonic()
     try:
         source.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         while True:
@@ -76,15 +76,15 @@ def _open(
                     return mapped
                 refused = found
             if lock is not None:
-                stack.enter_context(_beating(lock))
+                stack.enter_context(_heartbeats(lock))
                 return _new_file(source, stack)
             now_s = time.monotonic()
             if now_s > deadline_s:
                 raise TimeoutError("another process packs it for too long")
-            last, beat = beat, _identity(lock_path)
-            if beat != last:
-                beat_s = now_s
-            elif now_s - beat_s > _ABANDONED_S:
+            last, heartbeat = heartbeat, _identity(lock_path)
+            if heartbeat != last:
+                heartbeat_s = now_s
+            elif now_s - heartbeat_s > _ABANDONED_S:
                 raise TimeoutError("the process that packs it shows no sign of life")
             time.sleep(poll_s)
     except OSError as error:
@@ -125,16 +125,16 @@ def _new_file(source: PackedSource, stack: contextlib.ExitStack) -> NewPackedFil
 
 
 @contextlib.contextmanager
-def _beating(lock: int) -> Iterator[None]:
+def _heartbeats(lock: int) -> Iterator[None]:
     """Touch the locked file meanwhile. The thread of a process that is stopped does not."""
     ended = threading.Event()
 
-    def beat() -> None:
-        while not ended.wait(_BEAT_S):
+    def touch() -> None:
+        while not ended.wait(_HEARTBEAT_S):
             with contextlib.suppress(OSError):
                 os.utime(lock)
 
-    thread = threading.Thread(target=beat, name="packer-beat", daemon=True)
+    thread = threading.Thread(target=touch, name="packer-heartbeat", daemon=True)
     thread.start()
     try:
         yield

@@ -314,7 +314,7 @@ def test_a_lock_that_someone_deletes_is_no_packer_that_is_stopped(
 
 
 def test_a_process_that_packs_touches_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("libs.engine.packed.shared_weights._BEAT_S", 0.01)
+    monkeypatch.setattr("libs.engine.packed.shared_weights._HEARTBEAT_S", 0.01)
     with open_shared_weights(source_of(tmp_path / "x.packed"), LoadProgress()) as store:
         store.tensor("weight", lambda: torch.zeros(4))
         lock = tmp_path / "x.packed.lock"
