@@ -11,9 +11,9 @@ Order: classes are strict, but work of a lower class that has waited `promote_ms
 request of a higher one. In a class tenants share by tokens (fair_queue.py). A request runs when it fits: a
 place is free, its prefill begins in time and decode will have room when its prefill is done (forecast.py).
 A request that would run alone always fits. A tenant with fewer places than its share may take one of the
-reserve (tenant_places.py), and overtakes tenants that have theirs. A full queue pushes out the newest request
-of the tenant with the most. A higher class may preempt requests of lower classes that have no token yet. Work
-that is not urgent is of class BULK; with `may_wait` False it runs now or is refused.
+reserve (tenant_reserve.py), and overtakes tenants that have theirs. A full queue pushes out the newest
+request of the tenant with the most. A higher class may preempt requests of lower classes that have no token
+yet. Work that is not urgent is of class BULK; with `may_wait` False it runs now or is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from services.router.admission.class_queues import ClassQueues, WaitingRequest
 from services.router.admission.end_pace import EndPace
 from services.router.admission.forecast import Capacity, Forecast, Load, Outlook
-from services.router.admission.tenant_places import TenantPlaces, with_reserve
+from services.router.admission.tenant_reserve import TenantReserve, with_reserve
 from services.router.admission.types import (
     AdmissionDecision,
     AdmissionLimits,
@@ -57,7 +57,7 @@ class AdmissionController:
         self._prefilling: dict[str, _Running] = {}
         self._decoding: dict[str, _Running] = {}
         self._queues = ClassQueues(limits)
-        self._places = TenantPlaces()
+        self._reserve = TenantReserve()
         self._end_pace = EndPace()
         self.live_ended_ms = -math.inf  # when the last request ended that was no job
 
@@ -157,7 +157,7 @@ class AdmissionController:
         if running is None:
             self._leave(key)
             return
-        self._places.end(running.ask.tenant)
+        self._reserve.end(running.ask.tenant)
         self._end_pace.observe(now_ms, is_waited_for=bool(self._queues))
         decoded = self._decoding.pop(key, None) is not None
         if not decoded:
@@ -199,7 +199,7 @@ class AdmissionController:
 
     def _begin_waiting(self, head: WaitingRequest, now_ms: float, outlook: Outlook) -> str:
         self._queues.take(head.ask.key)
-        self._places.leave(head.ask.tenant)
+        self._reserve.leave(head.ask.tenant)
         self._admit(head.ask, now_ms, outlook, preemptions=head.preemptions)
         return head.ask.key
 
@@ -265,7 +265,7 @@ class AdmissionController:
         needed = outlook.decode_tokens + ask.context_tokens + self._forecast.output_tokens
         if capacity.decode_tokens and needed > with_reserve(capacity.decode_tokens):
             return False
-        return self._places.is_below_share(ask.tenant, places)
+        return self._reserve.is_below_share(ask.tenant, places)
 
     def _must_wait(self, ask: AdmissionRequest, capacity: Capacity, now_ms: float, outlook: Outlook) -> bool:
         if self._may_begin(ask, capacity, outlook):
@@ -278,7 +278,7 @@ class AdmissionController:
             ask.prefill_tokens, ask.context_tokens, now_ms, prefilled_ms, ask=ask, preemptions=preemptions
         )
         self._running[ask.key] = self._prefilling[ask.key] = running
-        self._places.begin(ask.tenant)
+        self._reserve.begin(ask.tenant)
 
     def _victims(self, ask: AdmissionRequest, capacity: Capacity, now_ms: float) -> list[str]:
         """The fewest requests of lower classes, lowest and newest first, without which it fits; else none."""
@@ -302,7 +302,7 @@ class AdmissionController:
         running = self._running.pop(key)
         del self._prefilling[key]
         ask = running.ask
-        self._places.end(ask.tenant)
+        self._reserve.end(ask.tenant)
         until_ms = self._until_ms(ask, now_ms)
         self._queues.charge(ask, -ask.cost_tokens)
         self._enqueue(WaitingRequest(ask, now_ms, until_ms, running.preemptions + 1))
@@ -330,12 +330,12 @@ class AdmissionController:
 
     def _enqueue(self, waiting: WaitingRequest) -> None:
         self._queues.push(waiting)
-        self._places.enter(waiting.ask.tenant)
+        self._reserve.enter(waiting.ask.tenant)
 
     def _leave(self, key: str) -> None:
         left = self._queues.remove(key)
         if left is not None:
-            self._places.leave(left.ask.tenant)
+            self._reserve.leave(left.ask.tenant)
 
     def _make_room(self, ask: AdmissionRequest) -> str:
         key = self._queues.newest_of_longest(ask)

@@ -26,22 +26,22 @@ class FairQueue:
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
         self._tenants: dict[str, _Tenant] = {}
-        self._owners: dict[str, str] = {}
+        self._tenant_of: dict[str, str] = {}
         self._virtual = 0.0
         self._arrivals = 0
 
     def __len__(self) -> int:
-        return len(self._owners)
+        return len(self._tenant_of)
 
     def __contains__(self, item: str) -> bool:
-        return item in self._owners
+        return item in self._tenant_of
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._owners)
+        return iter(self._tenant_of)
 
     def push(self, tenant: str, item: str, cost_tokens: float) -> None:
         """Add an item at the end of its tenant's. Raises ValueError when it is there already."""
-        if item in self._owners:
+        if item in self._tenant_of:
             raise ValueError(f"{item} waits already")
         self._arrivals += 1
         known = self._tenants.get(tenant)
@@ -51,7 +51,7 @@ class FairQueue:
             known.start_tag = max(known.start_tag, self._virtual)
             known.order = self._arrivals
         known.costs[item] = cost_tokens
-        self._owners[item] = tenant
+        self._tenant_of[item] = tenant
 
     def peek(self) -> str | None:
         """The item that `pop` would take."""
@@ -68,22 +68,22 @@ class FairQueue:
         following = self._next()
         if following is None:
             return None
-        # Virtual time is that of the order: a head that is taken out of turn does not move it.
+        # Virtual time is that of the order: a head that is taken out of order does not move it.
         self._virtual = max(self._virtual, following.start_tag)
         item = next(iter(following.costs)) if item is None else item
-        owner = self._owners[item]
-        tenant = self._tenants[owner]
-        tenant.start_tag += tenant.costs.pop(item) / self._weights.get(owner, 1.0)
-        del self._owners[item]
+        name = self._tenant_of[item]
+        tenant = self._tenants[name]
+        tenant.start_tag += tenant.costs.pop(item) / self._weights.get(name, 1.0)
+        del self._tenant_of[item]
         self._drop_idle_tenants()
         return item
 
     def remove(self, item: str) -> bool:
         """Remove an item, which costs its tenant nothing. False when it was not there."""
-        owner = self._owners.pop(item, None)
-        if owner is None:
+        name = self._tenant_of.pop(item, None)
+        if name is None:
             return False
-        del self._tenants[owner].costs[item]
+        del self._tenants[name].costs[item]
         self._drop_idle_tenants()
         return True
 
@@ -117,7 +117,7 @@ class FairQueue:
 
     def _drop_idle_tenants(self) -> None:
         """Drop tenants without items whose tag is not after virtual time, where a new tenant starts."""
-        if not self._owners:
+        if not self._tenant_of:
             self._tenants.clear()
             return
         gone = [n for n, t in self._tenants.items() if not t.costs and t.start_tag <= self._virtual]

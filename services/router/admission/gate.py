@@ -30,7 +30,7 @@ _WEIGHT = 0.05
 
 
 class AdmissionTicket:
-    """One request's place in the controller. Its owner calls `end` in any case."""
+    """One request's ticket of the controller. Its holder calls `end` in any case."""
 
     def __init__(self, gate: AdmissionGate, ask: AdmissionRequest, on_preempt: Callable[[], None]) -> None:
         self.ask = ask
@@ -111,7 +111,7 @@ class AdmissionGate:
         self._links_of = links_of
         self._counters = counters
         self._loop = asyncio.get_running_loop()
-        self._places: dict[str, AdmissionTicket] = {}
+        self._tickets: dict[str, AdmissionTicket] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._chars_per_token = 4.0
         self._uncached_share = 1.0
@@ -147,32 +147,32 @@ class AdmissionGate:
         decision = self.controller.offer(ask, self.capacity(), self.now_ms())
         for key in decision.preempted:
             self._counters.add("slipstream_admission_preempted_total")
-            self._places[key].put_back()
+            self._tickets[key].put_back()
         if decision.pushed_out:
             self._refuse_waiting(decision.pushed_out, decision.retry_after_ms)
         if decision.verdict is Verdict.REFUSED:
             self._refuse(decision)
-        place = self._places[ask.key] = AdmissionTicket(self, ask, on_preempt)
+        ticket = self._tickets[ask.key] = AdmissionTicket(self, ask, on_preempt)
         if decision.verdict is Verdict.ADMITTED:
-            place.admit()
+            ticket.admit()
         self._arm()
-        return place
+        return ticket
 
     def _refuse(self, decision: AdmissionDecision) -> NoReturn:
         self._counters.add("slipstream_admission_rejected_total")
         raise errors.Overloaded(BUSY_MESSAGE, retry_after_ms=decision.retry_after_ms)
 
-    def end(self, place: AdmissionTicket, *, output_tokens: int) -> None:
+    def end(self, ticket: AdmissionTicket, *, output_tokens: int) -> None:
         """Remove a ticket."""
-        if self._places.get(place.ask.key) is place:
-            del self._places[place.ask.key]
-            self.controller.end(place.ask.key, self.now_ms(), output_tokens=output_tokens)
+        if self._tickets.get(ticket.ask.key) is ticket:
+            del self._tickets[ticket.ask.key]
+            self.controller.end(ticket.ask.key, self.now_ms(), output_tokens=output_tokens)
             self._poll()
 
-    def enter_again(self, place: AdmissionTicket) -> None:
+    def enter_again(self, ticket: AdmissionTicket) -> None:
         """Queue a ticket that has left. Its request has begun, so it is neither refused nor preempted."""
-        self._places[place.ask.key] = place
-        self.controller.enter_again(place.ask, self.now_ms())
+        self._tickets[ticket.ask.key] = ticket
+        self.controller.enter_again(ticket.ask, self.now_ms())
         self._poll()
 
     def gauges(self) -> dict[str, float]:
@@ -221,11 +221,11 @@ class AdmissionGate:
             self._counters.add("slipstream_admission_expired_total")
             self._refuse_waiting(key, retry_after_ms=1000)
         for key in changes.admitted:
-            self._places[key].admit()
+            self._tickets[key].admit()
         self._arm()
 
     def _refuse_waiting(self, key: str, retry_after_ms: int) -> None:
-        self._places.pop(key).refuse(errors.Overloaded(BUSY_MESSAGE, retry_after_ms=retry_after_ms))
+        self._tickets.pop(key).refuse(errors.Overloaded(BUSY_MESSAGE, retry_after_ms=retry_after_ms))
 
     def _arm(self) -> None:
         if self._timer is None and self.controller.waiting:

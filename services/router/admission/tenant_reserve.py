@@ -13,7 +13,7 @@ from collections import Counter
 from libs.common.service_bounds import TENANT_RESERVE_SHARE
 
 
-class TenantPlaces:
+class TenantReserve:
     """The requests of each tenant that run, and those that wait."""
 
     def __init__(self) -> None:

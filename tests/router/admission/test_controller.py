@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.router.admission.controller import AdmissionController
 from services.router.admission.forecast import Capacity
-from services.router.admission.tenant_places import TenantPlaces, with_reserve
+from services.router.admission.tenant_reserve import TenantReserve, with_reserve
 from services.router.admission.types import (
     AdmissionDecision,
     AdmissionLimits,
@@ -272,7 +272,7 @@ def test_the_reserve_holds_where_prefill_is_far_behind() -> None:
 @given(st.integers(0, 2**32), st.integers(2, 40))
 def test_no_tenant_below_its_share_waits_while_the_reserve_has_places(seed: int, max_running: int) -> None:
     """And what runs beyond the places of all is at most the reserve, with any number of tenants."""
-    rng, places = random.Random(seed), TenantPlaces()
+    rng, reserve = random.Random(seed), TenantReserve()
     wait_ms, n_waiting = dict.fromkeys(Priority, 1e9), dict.fromkeys(Priority, 1e9)
     controller = AdmissionController(
         _limits(max_running=max_running, max_wait_ms=wait_ms, max_waiting=n_waiting)
@@ -284,18 +284,18 @@ def test_no_tenant_below_its_share_waits_while_the_reserve_has_places(seed: int,
         decision = controller.offer(_request(f"k{step}", tenant=tenant), UNKNOWN, float(step))
         if decision.verdict is Verdict.ADMITTED:
             running[f"k{step}"] = tenant
-            places.begin(tenant)
+            reserve.begin(tenant)
         elif decision.verdict is Verdict.QUEUED:
             waiting[f"k{step}"] = tenant
-            places.enter(tenant)
+            reserve.enter(tenant)
         if running and rng.random() < 0.5:
             key = rng.choice(sorted(running))
-            places.end(running.pop(key))
+            reserve.end(running.pop(key))
             controller.end(key, float(step))
         for key in controller.poll(UNKNOWN, float(step)).admitted:
-            places.leave(waiting[key])
+            reserve.leave(waiting[key])
             running[key] = waiting.pop(key)
-            places.begin(running[key])
+            reserve.begin(running[key])
         assert len(running) <= with_reserve(max_running)
         if len(running) < with_reserve(max_running):
-            assert not any(places.is_below_share(each, max_running) for each in waiting.values())
+            assert not any(reserve.is_below_share(each, max_running) for each in waiting.values())
