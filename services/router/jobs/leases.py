@@ -3,9 +3,9 @@
 A claim raises the job's attempt. `_MINE` fences `finish`, `fail` and `give_back`: they change only a row that
 runs with the owner and the attempt of the claim.
 
-A router is an owner with a beat that it raises. Other routers watch the beat by their own monotonic clocks:
-an owner whose beat stands still has its row removed and its jobs queued again. A router without its row ends
-no job, so a result that comes late is dropped, and no wall clock decides who owns a job.
+A router is an owner with a heartbeat that it raises. Other routers watch it by their own monotonic clocks: an
+owner whose heartbeat stands still has its row removed and its jobs queued again. A router without its row
+ends no job, so a result that comes late is dropped, and no wall clock decides who owns a job.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class OwnerLost(FailedPrecondition):
 class QueueState:
     """The queue of all routers, and what an owner still has of it."""
 
-    beats: Mapping[str, int]  # of all owners
+    heartbeats: Mapping[str, int]  # of all owners
     mine: frozenset[JobKey]  # the jobs that this owner still has
     queued: int
     running: int
@@ -80,7 +80,7 @@ class JobLeases:
         now_s = self._now_s()
 
         def claim(tx: SqlTransaction) -> list[ClaimedJob]:
-            _beat(tx, owner)
+            _raise_heartbeat(tx, owner)
             since = tx.execute(_QUEUED_TENANTS)
             waiting = {tenant: at_s for tenant, at_s in since if at_s is not None and at_s <= now_s}
             shares = share_claims(waiting, _running_by_tenant(tx) if len(waiting) > 1 else {}, n)
@@ -152,12 +152,14 @@ class JobLeases:
         values = (int(then.is_failure), not_before_s, not_before_s, job_id, owner, attempt)
         return bool(await self._database.run(lambda tx: tx.execute(sql, values), is_idempotent=True))
 
-    async def beat(self, owner: str, progress: Mapping[JobKey, JobProgress] | None = None) -> QueueState:
-        """Raise the beat and store the progress of jobs. Raises OwnerLost."""
+    async def raise_heartbeat(
+        self, owner: str, progress: Mapping[JobKey, JobProgress] | None = None
+    ) -> QueueState:
+        """Raise the heartbeat and store the progress of jobs. Raises OwnerLost."""
         now_s = self._now_s()
 
-        def beat(tx: SqlTransaction) -> QueueState:
-            _beat(tx, owner)
+        def raise_it(tx: SqlTransaction) -> QueueState:
+            _raise_heartbeat(tx, owner)
             for (job_id, attempt), each in (progress or {}).items():
                 values = (each.output_tokens, int(each.is_held))
                 sql = (
@@ -166,24 +168,24 @@ class JobLeases:
                 )
                 tx.execute(sql, (*values, job_id, owner, attempt, *values))
             mine = tx.execute("SELECT id, attempt FROM jobs WHERE owner = ? AND state = 'running'", (owner,))
-            beats = tx.execute("SELECT owner, beat FROM job_owners")
+            heartbeats = tx.execute("SELECT owner, beat FROM job_owners")
             keys = frozenset((row[0], row[1]) for row in mine)
-            return QueueState(dict(beats), keys, *_queue(tx, now_s))
+            return QueueState(dict(heartbeats), keys, *_queue(tx, now_s))
 
-        return await self._database.run(beat)
+        return await self._database.run(raise_it)
 
     async def look(self) -> QueueState:
         """The queue, for a router that is no owner."""
         now_s = self._now_s()
         return await self._database.read(lambda tx: QueueState({}, frozenset(), *_queue(tx, now_s)))
 
-    async def take_over(self, owner: str, beat: int) -> int:
-        """Remove an owner whose beat is still this one, and queue its jobs again; how many lost it."""
+    async def take_over(self, owner: str, heartbeat: int) -> int:
+        """Remove an owner whose heartbeat is still this one, and queue its jobs again; how many lost it."""
         now_s = self._now_s()
 
         def take_over(tx: SqlTransaction) -> int:
             sql = "DELETE FROM job_owners WHERE owner = ? AND beat = ? RETURNING owner"
-            if not tx.execute(sql, (owner, beat)):
+            if not tx.execute(sql, (owner, heartbeat)):
                 return 0
             rows = tx.execute("SELECT id, failures FROM jobs WHERE owner = ? AND state = 'running'", (owner,))
             return sum(_requeue_lost(tx, job_id, failures, now_s) for job_id, failures in rows)
@@ -195,12 +197,12 @@ class JobLeases:
         now_s = self._now_s()
 
         def sweep(tx: SqlTransaction) -> tuple[int, int]:
-            orphans = tx.execute(
+            ownerless = tx.execute(
                 "SELECT id, failures FROM jobs WHERE state = 'running'"
                 " AND owner NOT IN (SELECT owner FROM job_owners) LIMIT ?",
                 (_SWEPT_AT_ONCE,),
             )
-            for job_id, failures in orphans:
+            for job_id, failures in ownerless:
                 _requeue_lost(tx, job_id, failures, now_s)
             late = tx.execute(
                 "SELECT id FROM jobs WHERE state IN ('queued', 'running') AND expires_unix_s <= ? LIMIT ?",
@@ -214,7 +216,7 @@ class JobLeases:
         return await self._database.run(sweep, is_idempotent=True)
 
 
-def _beat(tx: SqlTransaction, owner: str) -> None:
+def _raise_heartbeat(tx: SqlTransaction, owner: str) -> None:
     if not tx.execute("UPDATE job_owners SET beat = beat + 1 WHERE owner = ? RETURNING beat", (owner,)):
         raise OwnerLost("the jobs of this router were given to others")
 

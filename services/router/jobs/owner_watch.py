@@ -6,18 +6,20 @@ from collections.abc import Mapping
 
 
 class OwnerWatch:
-    """Remembers since when each beat stands still."""
+    """Remembers since when each heartbeat stands still."""
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._seen: dict[str, tuple[int, float]] = {}
 
-    def silent(self, beats: Mapping[str, int], now_s: float) -> list[tuple[str, int]]:
-        """The owners, with their beats, that have not moved for `lease_s` while this router watched."""
-        self._seen = {owner: seen for owner, seen in self._seen.items() if owner in beats}
-        for owner, beat in beats.items():
-            if owner not in self._seen or self._seen[owner][0] != beat:
-                self._seen[owner] = (beat, now_s)
+    def silent(self, heartbeats: Mapping[str, int], now_s: float) -> list[tuple[str, int]]:
+        """The owners, with their heartbeats, that have not moved for `lease_s` while this router watched."""
+        self._seen = {owner: seen for owner, seen in self._seen.items() if owner in heartbeats}
+        for owner, heartbeat in heartbeats.items():
+            if owner not in self._seen or self._seen[owner][0] != heartbeat:
+                self._seen[owner] = (heartbeat, now_s)
         return [
-            (owner, beat) for owner, (beat, since_s) in self._seen.items() if now_s - since_s >= self._lease_s
+            (owner, heartbeat)
+            for owner, (heartbeat, since_s) in self._seen.items()
+            if now_s - since_s >= self._lease_s
         ]

@@ -37,12 +37,12 @@ from slipstream.rpc.backoff import Backoff
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 2.0
+HEARTBEAT_S = 2.0
 LEASE_S = 15.0
 # Live requests that wait are seen this soon; without jobs the database is asked less often.
 _BUSY_TICK_S, _IDLE_TICK_S = 0.02, 0.25
 _CLAIMED_AT_ONCE = 8
-_SWEEP_EVERY = 5  # beats
+_SWEEP_EVERY = 5  # heartbeats
 _AGAIN = NextState(JobState.QUEUED)
 # Failures for which the database, as it is later, may make the change.
 _PASSING = (Unavailable, Overloaded)
@@ -83,7 +83,7 @@ class JobPuller:
         counters: Counters,
         longest_wait_s: float = LONGEST_WAIT_S,
         max_running: int = service_bounds.MAX_RUNNING_JOBS,
-        beat_s: float = BEAT_S,
+        heartbeat_s: float = HEARTBEAT_S,
         lease_s: float = LEASE_S,
     ) -> None:
         self._leases = leases
@@ -95,7 +95,7 @@ class JobPuller:
         self._clock = clock
         self._counters = counters
         self._max_running = max_running
-        self._beat_s = beat_s
+        self._heartbeat_s = heartbeat_s
         self._watch = OwnerWatch(lease_s)
         self._owner = ""  # "" until it is registered
         self._running: dict[tuple[str, int], _RunningJob] = {}
@@ -104,7 +104,7 @@ class JobPuller:
         self._held_since_s = math.inf  # since when live requests hold claimed jobs
         self._tasks: list[asyncio.Task[None]] = []
         self._seen = QueueState({}, frozenset(), 0, 0)
-        self._is_away = False  # the database did not answer the last beat
+        self._is_away = False  # the database did not answer the last heartbeat
 
     @property
     def running(self) -> int:
@@ -113,7 +113,7 @@ class JobPuller:
 
     @property
     def waiting(self) -> int:
-        """Jobs that no router runs, as the last beat saw the queue of all routers."""
+        """Jobs that no router runs, as the last heartbeat saw the queue of all routers."""
         return self._seen.queued
 
     @property
@@ -128,7 +128,7 @@ class JobPuller:
         )
 
     def gauges(self) -> dict[str, float]:
-        """The metrics of the queue, of all routers together, as the last beat saw it."""
+        """The metrics of the queue, of all routers together, as the last heartbeat saw it."""
         return {
             "slipstream_jobs_waiting": self._seen.queued,
             "slipstream_jobs_running": self._seen.running,
@@ -137,7 +137,7 @@ class JobPuller:
 
     def start(self) -> None:
         """Begin to pull."""
-        for work in (self._pull(), self._beat()):
+        for work in (self._pull(), self._raise_heartbeats()):
             self._tasks.append(asyncio.create_task(work, name="jobs"))
 
     async def close(self) -> None:
@@ -252,7 +252,7 @@ class JobPuller:
                 await self._give_back(running, _AGAIN)
                 return
             await self._end(running, outcome)
-        except Exception:  # the row is still this router's; the beat gives it back
+        except Exception:  # the row is still this router's; the heartbeat gives it back
             log.exception("job %s: its end is not stored; it runs again", running.job.id)
         finally:
             self._running.pop((running.job.id, running.job.attempt), None)
@@ -305,19 +305,19 @@ class JobPuller:
                 await asyncio.sleep(backoff.pause_s(random.random()))
         return False
 
-    # ---- the beat
+    # ---- the heartbeat
 
-    async def _beat(self) -> None:
-        n_beats, unknown = 0, frozenset[JobKey]()
+    async def _raise_heartbeats(self) -> None:
+        n_heartbeats, unknown = 0, frozenset[JobKey]()
         while True:
-            await asyncio.sleep(self._beat_s)
+            await asyncio.sleep(self._heartbeat_s)
             try:
                 if self._owner:
-                    unknown = await self._beat_once(unknown)
+                    unknown = await self._raise_heartbeat(unknown)
                 else:  # live requests keep this router from jobs, which wait all the same
                     self._seen = await self._leases.look()
-                n_beats += 1
-                if n_beats % _SWEEP_EVERY == 1:
+                n_heartbeats += 1
+                if n_heartbeats % _SWEEP_EVERY == 1:
                     n_expired, _ = await self._leases.sweep()
                     count_ended(self._counters, JobState.EXPIRED, n_expired)
                 self._is_away = False
@@ -325,12 +325,12 @@ class JobPuller:
                 await self._lose_owner()
             except SlipstreamError as error:
                 self._is_away = True
-                log.warning("the jobs of this router have no beat: %s", error)
+                log.warning("the jobs of this router have no heartbeat: %s", error)
             except Exception:
-                log.exception("the jobs of this router have no beat")
+                log.exception("the jobs of this router have no heartbeat")
 
-    async def _beat_once(self, unknown: frozenset[JobKey]) -> frozenset[JobKey]:
-        """Raise the beat and act on its answer; the jobs that this router has and does not know.
+    async def _raise_heartbeat(self, unknown: frozenset[JobKey]) -> frozenset[JobKey]:
+        """Raise the heartbeat and act on its answer; the jobs that this router has and does not know.
 
         They were claimed by a transaction whose answer was lost. One that a claim has just made is not yet
         known either, so only what was `unknown` before is given back.
@@ -340,14 +340,14 @@ class JobPuller:
         by_id = self._executor.progress()
         progress = {key: by_id[key[0]] for key in known if key[0] in by_id}
         progress |= dict.fromkeys(waiting, JobProgress(is_held=True))
-        seen = self._seen = await self._leases.beat(owner, progress)
+        seen = self._seen = await self._leases.raise_heartbeat(owner, progress)
         for key in known - seen.mine:
             if key in self._running:
                 self._running[key].stop(StopReason.LOST)
         lost = waiting - seen.mine
         self._claimed = deque(job for job in self._claimed if (job.id, job.attempt) not in lost)
-        for silent, beat in self._watch.silent(seen.beats, self._clock()):
-            n_lost = await self._leases.take_over(silent, beat) if silent != owner else 0
+        for silent, heartbeat in self._watch.silent(seen.heartbeats, self._clock()):
+            n_lost = await self._leases.take_over(silent, heartbeat) if silent != owner else 0
             self._counters.add("slipstream_job_leases_lost_total", n_lost)
         held = frozenset(self._running) | {(job.id, job.attempt) for job in self._claimed}
         for job_id, attempt in (seen.mine - held) & unknown:

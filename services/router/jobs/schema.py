@@ -41,7 +41,7 @@ JOB_SCHEMA = Schema(
             # What a tenant has, so that its limits cost no count.
             "CREATE TABLE IF NOT EXISTS job_tenants"
             " (tenant TEXT PRIMARY KEY, live BIGINT NOT NULL, stored_bytes BIGINT NOT NULL)",
-            # Routers that run jobs. Others watch `beat`; a router that is not here owns no job.
+            # Routers that run jobs. Others watch the heartbeat `beat`; a router that is not here owns no job.
             "CREATE TABLE IF NOT EXISTS job_owners (owner TEXT PRIMARY KEY, beat BIGINT NOT NULL)",
             # Webhooks to send.
             "CREATE TABLE IF NOT EXISTS job_notices (id TEXT PRIMARY KEY, url TEXT NOT NULL,"
@@ -75,7 +75,7 @@ JOB_SCHEMA = Schema(
             "CREATE INDEX IF NOT EXISTS job_notices_by_receiver"
             " ON job_notices (tenant, host, not_before_unix_s)",
         ),
-        # Of a running job, as of its router's last beat: whether it waits for live requests.
+        # Of a running job, as of its router's last heartbeat: whether it waits for live requests.
         ("ALTER TABLE jobs ADD COLUMN is_held BIGINT NOT NULL DEFAULT 0",),
         # Lists and counts read these indexes: the wanted jobs of one tenant alone.
         (

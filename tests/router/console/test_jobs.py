@@ -38,7 +38,7 @@ async def test_the_summary_counts_all_tenants_and_times_the_queue(tables: JobTab
     await tables.leases.register("r1.x")
     first, second = await tables.claim_one("r1.x"), await tables.claim_one("r1.x")
     await tables.finish("r1.x", first)
-    await tables.leases.beat("r1.x", {(second.id, second.attempt): JobProgress(17)})
+    await tables.leases.raise_heartbeat("r1.x", {(second.id, second.attempt): JobProgress(17)})
     tables.now_s += 10
     found = await overview(tables).summary()
     assert (found.counts.queued, found.counts.running, found.counts.succeeded) == (2, 1, 1)

@@ -19,7 +19,7 @@ from services.router.jobs.leases import JobLeases
 from services.router.jobs.puller import JobPuller
 from services.router.jobs.types import ClaimedJob, JobOutcome, JobProgress, JobState
 
-LEASE_S, BEAT_S = 1.5, 0.2
+LEASE_S, HEARTBEAT_S = 1.5, 0.2
 
 
 def answer_of(body: bytes) -> bytes:
@@ -68,7 +68,7 @@ async def serve(url: str, instance: str, log: Path) -> None:
         clock=time.monotonic,
         wall_clock_s=time.time,
         counters=Counters(),
-        beat_s=BEAT_S,
+        heartbeat_s=HEARTBEAT_S,
         lease_s=LEASE_S,
     )
     puller.start()

@@ -65,7 +65,7 @@ class PullerRig:
             clock=lambda: self.clock_s,
             wall_clock_s=lambda: self.tables.now_s,
             counters=self.counters,
-            beat_s=0.02,
+            heartbeat_s=0.02,
             lease_s=10.0,
         )
         puller.start()

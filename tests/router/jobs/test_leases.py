@@ -55,8 +55,8 @@ async def test_a_silent_owner_loses_its_jobs_and_its_late_result(tables: JobTabl
     for owner in ("r1", "r2"):
         await tables.leases.register(owner)
     stale = await tables.claim_one("r1")
-    beat = (await tables.leases.beat("r2")).beats["r1"]
-    assert await tables.leases.take_over("r1", beat) == 1
+    heartbeat = (await tables.leases.raise_heartbeat("r2")).heartbeats["r1"]
+    assert await tables.leases.take_over("r1", heartbeat) == 1
     assert not await tables.finish("r1", stale)
     fresh = await tables.claim_one("r2")
     assert (fresh.id, fresh.attempt) == (job_id, stale.attempt + 1)
@@ -65,15 +65,15 @@ async def test_a_silent_owner_loses_its_jobs_and_its_late_result(tables: JobTabl
     with pytest.raises(OwnerLost):
         await tables.leases.claim("r1", 1)
     with pytest.raises(OwnerLost):
-        await tables.leases.beat("r1")
+        await tables.leases.raise_heartbeat("r1")
 
 
 async def test_an_owner_that_beats_is_not_taken_over(tables: JobTables) -> None:
     await tables.submit("a")
     await tables.leases.register("r1")
     job = await tables.claim_one("r1")
-    seen = (await tables.leases.beat("r1")).beats["r1"]
-    await tables.leases.beat("r1")
+    seen = (await tables.leases.raise_heartbeat("r1")).heartbeats["r1"]
+    await tables.leases.raise_heartbeat("r1")
     assert await tables.leases.take_over("r1", seen) == 0
     assert await tables.finish("r1", job)
 
@@ -85,8 +85,8 @@ async def test_a_job_that_ends_its_routers_fails_at_last(tables: JobTables) -> N
         await tables.leases.register(owner)
         tables.now_s += 1000
         await tables.claim_one(owner)
-        beat = (await tables.leases.beat(owner)).beats[owner]
-        await tables.leases.take_over(owner, beat)
+        heartbeat = (await tables.leases.raise_heartbeat(owner)).heartbeats[owner]
+        await tables.leases.take_over(owner, heartbeat)
     job = await tables.store.get("alice", job_id)
     assert (job.state, job.status) == (JobState.FAILED, 500)
 
@@ -108,7 +108,7 @@ async def test_a_beat_tells_what_an_owner_still_has(tables: JobTables) -> None:
     await tables.leases.register("r1")
     jobs = await tables.leases.claim("r1", 2)
     await tables.store.cancel("alice", jobs[0].id)
-    state = await tables.leases.beat("r1", {(jobs[1].id, 1): JobProgress(12, is_held=True)})
+    state = await tables.leases.raise_heartbeat("r1", {(jobs[1].id, 1): JobProgress(12, is_held=True)})
     assert state.mine == {(jobs[1].id, 1)}
     assert (state.queued, state.running) == (1, 1)
     running = await tables.store.get("alice", jobs[1].id)

@@ -35,9 +35,9 @@ async def test_nothing_is_pulled_while_a_live_request_waits(rig: PullerRig) -> N
             rig.room = IDLE if puller._owner else replace(IDLE, is_ready=False)
             await asyncio.sleep(0.01)
     rig.room = replace(IDLE, live_waiting=1)
-    beat = puller.gauges()
+    heartbeat = puller.gauges()
     async with asyncio.timeout(30):
-        while puller.gauges() == beat:  # several ticks pass
+        while puller.gauges() == heartbeat:  # several ticks pass
             await asyncio.sleep(0.01)
     assert rig.executor.begun == []
     rig.room = IDLE
@@ -51,9 +51,9 @@ async def test_live_requests_hold_jobs_and_no_new_one_begins(rig: PullerRig) -> 
     rig.room = replace(IDLE, live_running=1)
     await rig.until_limit(0)
     await rig.tables.submit("c")
-    beats = len(rig.executor.limits)
+    heartbeats = len(rig.executor.limits)
     async with asyncio.timeout(30):
-        while len(rig.executor.limits) < beats + 5:  # several ticks pass
+        while len(rig.executor.limits) < heartbeats + 5:  # several ticks pass
             await asyncio.sleep(0.01)
     assert len(rig.executor.begun) == 2
     assert (await rig.tables.store.counts("alice")).running == 2
@@ -126,7 +126,7 @@ async def test_the_jobs_of_a_router_that_dies_run_elsewhere(rig: PullerRig) -> N
     dead = rig.start("dead")
     await rig.until_begun(2)
     for task in dead._tasks:
-        task.cancel()  # no beat any more, while its jobs still run
+        task.cancel()  # no heartbeat any more, while its jobs still run
     second = HeldExecutor()
     rig.room = replace(IDLE, is_ready=False)
     alive = rig.start("alive", second)
@@ -225,11 +225,11 @@ async def test_a_database_that_is_away_is_a_figure(tmp_path: Path) -> None:
         await database.close()
 
 
-@pytest.mark.parametrize("call", ["claim", "beat"])
+@pytest.mark.parametrize("call", ["claim", "raise_heartbeat"])
 async def test_an_unexpected_failure_does_not_end_the_work_of_a_router(
     rig: PullerRig, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its beat would keep its jobs from other routers, and none of them would run."""
+    """Else its heartbeat would keep its jobs from other routers, and none of them would run."""
     original, n_failures = getattr(rig.tables.leases, call), 0
 
     async def fail_once(*arguments: Any) -> Any:
