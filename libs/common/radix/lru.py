@@ -99,7 +99,7 @@ class TenantLru(Generic[NodeT]):
             if self._clock is not None:
                 pool.used_s = self._clock()
 
-    def victim(self, tenant: Hashable) -> tuple[NodeT, int] | None:
+    def choose_victim(self, tenant: Hashable) -> tuple[NodeT, int] | None:
         """The node to evict from while this tenant or all together exceed a budget, and by how many bytes."""
         pool = self._pools.get(tenant)
         excess_bytes = pool.n_bytes - self._max_tenant_bytes if pool is not None else 0

@@ -155,7 +155,7 @@ class RadixTree(Generic[NodeT]):
     def make_room(self, tenants: Iterable[Hashable]) -> None:
         """Evict the least recently used ends until these tenants and all together keep their budgets."""
         for tenant in tenants:
-            while (victim := self.lru.victim(tenant)) is not None:
+            while (victim := self.lru.choose_victim(tenant)) is not None:
                 end, excess_bytes = victim
                 excess_bytes = max(excess_bytes, int(end.n_bytes * _MIN_EVICTED))
                 self.evict(end, end.keys_after_eviction(excess_bytes))

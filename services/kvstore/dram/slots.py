@@ -345,7 +345,7 @@ class SlotTable(Generic[ValueT]):
     def _evict(self, slot_bytes: int) -> bool:
         """Evict the block of that size that the policy names; False when none may go."""
         policy = self.policy(slot_bytes)
-        while self.n_evictable and (key := policy.victim()) is not None:
+        while self.n_evictable and (key := policy.choose_victim()) is not None:
             block = self._blocks.get(key)
             if block is None or block.slot.slot_bytes != slot_bytes:
                 continue

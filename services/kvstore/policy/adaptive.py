@@ -10,7 +10,7 @@ the tier follows one cache of its own, of the leader's policy.
     offer     blocks are there to be stored       -> those that are worth what must go for them
     publish   a block is in the tier              discard   it is not any more
     chained   blocks were published as one chain  -> they leave from its end on
-    victim    room is needed                      -> the next block to go
+    choose_victim  room is needed             -> the next block to go
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class AdaptivePolicy:
             record.evicted_ms = self._now_ms
             self.discard(key)
 
-    def victim(self) -> bytes | None:
+    def choose_victim(self) -> bytes | None:
         """A block to evict next; None once all were named. A block that was named and stays, because it is
         held, is named again after all others, or after `spared`."""
         record = self._blocks.next()

@@ -88,7 +88,7 @@ async def test_a_chain_that_was_put_leaves_from_its_end(
         assert await rig.put(chain) == chain
     assert rig.dram.table.n_free == 0
     policy = rig.dram.table.policy(2 * PAGE_BYTES)
-    left = [policy.victim() for _ in range(8)]
+    left = [policy.choose_victim() for _ in range(8)]
     assert left == keys(*reversed(older))
 
 

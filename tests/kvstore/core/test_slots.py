@@ -128,7 +128,7 @@ def put(table: SlotTable[int], number: int, n_pages: int = 1) -> Slot | None:
 
 def test_the_least_recently_used_block_is_evicted_first_and_a_chain_from_its_end() -> None:
     table = filled(6)
-    table.policy(PAGE_BYTES).pin(0)  # LRU
+    table.policy(PAGE_BYTES).fix_policy(0)  # LRU
     table.touch([key(0), key(1), key(2)])
     for number in (10, 11, 12, 13, 14):
         table.touch([key(number)])  # a request wants a block before a worker stores it

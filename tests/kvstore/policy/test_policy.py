@@ -147,7 +147,7 @@ def test_a_change_of_the_policy_keeps_the_tiers_blocks(seed: int, simulated_bloc
         policy.want(keys)
         for each in policy.offer([each for each in keys if each not in present]):
             while len(present) >= 64:
-                victim = policy.victim()
+                victim = policy.choose_victim()
                 assert victim is not None and victim in present
                 present.discard(victim)
                 policy.evicted(victim)
@@ -162,7 +162,7 @@ def test_a_change_of_the_policy_keeps_the_tiers_blocks(seed: int, simulated_bloc
                 for record in policy.history.records()
                 if record.present and record not in policy.live
             }
-            named = [policy.victim() for _ in strangers]
+            named = [policy.choose_victim() for _ in strangers]
             assert set(named) == strangers
             for key_named in named:
                 assert key_named is not None
@@ -236,7 +236,7 @@ def test_a_sampled_simulation_finds_the_better_policy() -> None:
         policy.want(keys)
         for each in policy.offer([each for each in keys if each not in present]):
             if len(present) >= 512:
-                victim = policy.victim()
+                victim = policy.choose_victim()
                 assert victim is not None
                 present.discard(victim)
                 policy.evicted(victim)
@@ -293,7 +293,7 @@ def test_the_sample_rate_follows_the_capacity(sizes: Sequence[int]) -> None:
         policy.resize(capacity)
         assert policy.sample_rate == max(1, capacity // 100)
         while len(present) > capacity:  # the tier evicts what it has no room for
-            victim = policy.victim()
+            victim = policy.choose_victim()
             assert victim is not None
             present.discard(victim)
             policy.evicted(victim)
@@ -302,7 +302,7 @@ def test_the_sample_rate_follows_the_capacity(sizes: Sequence[int]) -> None:
             policy.want(keys)
             for each in policy.offer([each for each in keys if each not in present]):
                 if len(present) >= capacity:
-                    victim = policy.victim()
+                    victim = policy.choose_victim()
                     assert victim is not None
                     present.discard(victim)
                     policy.evicted(victim)

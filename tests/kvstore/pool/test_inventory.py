@@ -155,7 +155,7 @@ def test_lists_are_requested_from_the_leading_master() -> None:
     assert ("second:1", "/get_all_keys") not in requested
     with pytest.raises(OSError, match=r"dead:1: refused; second:1 does not lead"):
         InventoryClient(["dead:1", "second:1"], fetch=fetch).changes(whole=True)
-    with pytest.raises(OSError, match="no master's HTTP face is known"):
+    with pytest.raises(OSError, match="no HTTP endpoint of a master is known"):
         InventoryClient([]).changes(whole=True)
 
 

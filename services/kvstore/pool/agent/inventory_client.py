@@ -132,4 +132,4 @@ class InventoryClient:
                 problems.append(f"{address} does not lead")
             except OSError as error:
                 problems.append(f"{address}: {error}")
-        raise OSError("; ".join(problems) or "no master's HTTP face is known")
+        raise OSError("; ".join(problems) or "no HTTP endpoint of a master is known")
