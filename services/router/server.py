@@ -344,7 +344,9 @@ class RouterServer:
             **self.fleet.index.gauges(),
             **self.pipeline.token_cache.gauges(),
             **self._placements.figures(),
-            **membership_figures(is_draining=self.manager.draining, has_lapsed=self._discovery.has_lapsed),
+            **membership_figures(
+                is_draining=self.manager.draining, has_lost_lease=self._discovery.has_lost_lease
+            ),
             **self.host.figures(),
             "slipstream_grpc_malformed_total": self.host.malformed.count + self.admin.malformed.count,
         }

@@ -58,10 +58,10 @@ class Discovery(Protocol):
 
     @property
     def term(self) -> int | None:
-        """The number of this process's unbroken membership in the fleet; None while it may have lapsed."""
+        """The number of this process's unbroken membership in the fleet; None while its lease may be lost."""
 
     @property
-    def has_lapsed(self) -> bool:
+    def has_lost_lease(self) -> bool:
         """Whether this process announced itself, and etcd does not hold that on a living lease."""
 
     def watch(self) -> AsyncGenerator[FleetSnapshot, None]:
@@ -103,7 +103,7 @@ class EtcdDiscovery:
         return self._session.term if self._session else None
 
     @property
-    def has_lapsed(self) -> bool:
+    def has_lost_lease(self) -> bool:
         return self._session is not None and self._session.term is None
 
     def announce(self, worker: Worker) -> None:
@@ -175,7 +175,7 @@ class InMemoryDiscovery:
         return 1
 
     @property
-    def has_lapsed(self) -> bool:
+    def has_lost_lease(self) -> bool:
         return False
 
     def announce(self, worker: Worker) -> None:

@@ -47,7 +47,7 @@ class FleetMember:
         self._discovery = discovery
         self._record = record
         self._health = health
-        health.has_lapsed = lambda: discovery.has_lapsed
+        health.has_lost_lease = lambda: discovery.has_lost_lease
         self._joining: asyncio.Task[None] | None = None  # `leave` ends it
 
     async def join(self) -> None:

@@ -42,9 +42,9 @@ def loading(done_bytes: int, total_bytes: int) -> HealthState:
 ReadHealth = Callable[[], HealthState]
 
 
-def membership_figures(*, is_draining: bool, has_lapsed: bool) -> dict[str, float]:
+def membership_figures(*, is_draining: bool, has_lost_lease: bool) -> dict[str, float]:
     """The metrics of a process's membership in the fleet."""
-    return {"slipstream_draining": is_draining, "slipstream_etcd_away": has_lapsed}
+    return {"slipstream_draining": is_draining, "slipstream_etcd_away": has_lost_lease}
 
 
 class ProcessHealth:
@@ -54,11 +54,11 @@ class ProcessHealth:
         """`read_loading`: the state while the process loads."""
         self._read_loading = read_loading
         self.state = LOADING
-        self.has_lapsed: Callable[[], bool] = lambda: False  # whether etcd lost the process's record
+        self.has_lost_lease: Callable[[], bool] = lambda: False  # whether etcd lost the process's record
 
     def figures(self) -> dict[str, float]:
         """The metrics of this state."""
-        return membership_figures(is_draining=self.state is DRAINING, has_lapsed=self.has_lapsed())
+        return membership_figures(is_draining=self.state is DRAINING, has_lost_lease=self.has_lost_lease())
 
     def read(self) -> HealthState:
         """The state now."""

@@ -200,16 +200,16 @@ async def test_the_fleet_is_unchanged_while_etcd_is_unavailable(etcd: EtcdProces
         member.announce(decode(0))
         await fleet.wait_until(lambda f: f.workers == (decode(0),), timeout_s=60)
         await member.wait_announced(timeout_s=WAIT_S)
-        assert not member.has_lapsed
-        assert not watcher.has_lapsed  # it announced nothing
+        assert not member.has_lost_lease
+        assert not watcher.has_lost_lease  # it announced nothing
         # The member is cut off until its lease expires: suspect, but still in the fleet.
         proxy.blackhole()
         await fleet.wait_until(lambda f: bool(f.suspects), timeout_s=60)
         assert fleet.current.workers == (decode(0),)
-        await eventually(lambda: member.has_lapsed)
+        await eventually(lambda: member.has_lost_lease)
         proxy.restore()
         await fleet.wait_until(lambda f: not f.suspects, timeout_s=60)
-        await eventually(lambda: not member.has_lapsed)
+        await eventually(lambda: not member.has_lost_lease)
         # etcd loses all its data and restarts: the fleet is never empty.
         seen: list[FleetSnapshot] = []
         collector = asyncio.create_task(collect(fleet, seen))

@@ -99,13 +99,13 @@ async def test_the_first_connection_to_a_stopped_peer_is_bounded_and_delays_no_o
     stopped, alive = spawn_peer(), spawn_peer(seed=2)
     stop(stopped)
     memory = registered(transport, 2 * MIB)
-    hopeless = asyncio.create_task(
+    unserved = asyncio.create_task(
         transport.read(stopped.session, [ReadOp(memory.address, stopped.address, MIB)], timeout_s=2)
     )
     await read_with_retries(transport, alive.session, [ReadOp(memory.address + MIB, alive.address, MIB)])
     assert memory.view(MIB, MIB) == pattern(MIB, 2)
     with pytest.raises(TransferTimeout):
-        await asyncio.wait_for(hopeless, 2 + STOP_TIMEOUT_S + SLACK_S)
+        await asyncio.wait_for(unserved, 2 + STOP_TIMEOUT_S + SLACK_S)
     stopped.process.send_signal(signal.SIGCONT)
     await read_with_retries(transport, stopped.session, [ReadOp(memory.address, stopped.address, MIB)])
     assert memory.view(0, MIB) == pattern(MIB, 1)
@@ -157,7 +157,7 @@ async def test_queued_reads_of_a_stopped_peer_all_end_and_delay_no_other_peer(
     memory = registered(transport, 4 * MIB)
     await read_with_retries(transport, stopped.session, [ReadOp(memory.address, stopped.address, MIB)])
     stop(stopped)
-    hopeless = [
+    unserved = [
         asyncio.create_task(
             transport.read(
                 stopped.session, [ReadOp(memory.address + i * 4096, stopped.address, 4096)], timeout_s=1
@@ -169,7 +169,7 @@ async def test_queued_reads_of_a_stopped_peer_all_end_and_delay_no_other_peer(
     await read_with_retries(transport, shared_peer.session, [op])
     assert memory.view(MIB, MIB) == pattern(MIB, 1)
     async with asyncio.timeout(1 + STOP_TIMEOUT_S + SLACK_S):
-        for ended in await asyncio.gather(*hopeless, return_exceptions=True):
+        for ended in await asyncio.gather(*unserved, return_exceptions=True):
             assert isinstance(ended, TransferTimeout)
     stopped.process.kill()
     await eventually(lambda: transport.reads_in_flight == 0, timeout_s=60)

@@ -135,7 +135,7 @@ async def reads_past_silent_peers(
     transport = SocketTransport(progress_timeout_s=silence_s)
     memory = PageAlignedMemory(2 * 4096)
     transport.register(memory.buffer)
-    hopeless = [
+    unserved = [
         asyncio.create_task(
             transport.read(
                 f"127.0.0.1:{silent.getsockname()[1]}/{os.urandom(16).hex()}",
@@ -151,10 +151,10 @@ async def reads_past_silent_peers(
     try:
         await transport.read(alive.session_id, hello, timeout_s=WAIT_S)
         assert bytes(memory.view(0, 5)) == b"hello"
-        waited_for_none = not any(task.done() for task in hopeless)
+        waited_for_none = not any(task.done() for task in unserved)
     except TransferTimeout:
         waited_for_none = False
-    for ended in await asyncio.gather(*hopeless, return_exceptions=True):
+    for ended in await asyncio.gather(*unserved, return_exceptions=True):
         assert isinstance(ended, TransferTimeout)
     await transport.close()
     return waited_for_none
