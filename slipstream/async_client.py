@@ -98,7 +98,7 @@ class AsyncStream:
 
     def _lost(self, error: grpc.aio.AioRpcError) -> float:
         """How long to pause before it is asked elsewhere; raises when it is not."""
-        give_up = self._closed or self._endpoints.hopeless(self._resumption.attempt)
+        give_up = self._closed or self._endpoints.should_give_up(self._resumption.attempt)
         try:
             pause_s = self._resumption.lost(error, now_s=time.monotonic(), give_up=give_up)
         except Unavailable as final:

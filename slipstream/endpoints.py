@@ -58,7 +58,7 @@ class Endpoints(Generic[ChannelT]):
             return error
         return Unavailable(with_tls_hint(error.message))
 
-    def hopeless(self, attempts: int) -> bool:
+    def should_give_up(self, attempts: int) -> bool:
         """Whether to give up: the client is closed, or no router ever answered and all were tried, one of
         them twice, because a router may stop at that moment."""
         return self.closed or (not self._answered and attempts > len(self._names))

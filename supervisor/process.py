@@ -75,7 +75,7 @@ class SupervisedProcess:
         self._process: RunningProcess | None = None
         self._task: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
-        self._hopeless = asyncio.Event()
+        self._failed = asyncio.Event()
         self._may_run = asyncio.Event()
         self._may_run.set()
         self._stopping = asyncio.Event()
@@ -88,12 +88,12 @@ class SupervisedProcess:
         """Return when the process is ready. `FailedPrecondition`, with its last lines, if it cannot start."""
         assert self._task is not None
         ready = asyncio.create_task(self._ready.wait())
-        hopeless = asyncio.create_task(self._hopeless.wait())
+        failed = asyncio.create_task(self._failed.wait())
         try:
-            done, _ = await asyncio.wait({ready, hopeless, self._task}, return_when="FIRST_COMPLETED")
+            done, _ = await asyncio.wait({ready, failed, self._task}, return_when="FIRST_COMPLETED")
         finally:
             ready.cancel()
-            hopeless.cancel()
+            failed.cancel()
         if self._task in done:
             self._task.result()
         if ready not in done:
@@ -156,7 +156,7 @@ class SupervisedProcess:
                 pause_s = _UNUSABLE_PAUSE_S if unusable else pause_s
                 again = f"; starting it again in {pause_s:g} s"
                 if (unusable or failures >= _FAILED_STARTS) and not ready_before:
-                    self._hopeless.set()
+                    self._failed.set()
                     again = ""  # who waits for the start gives it up
                 self._say(f"{self.plan.instance} {how_ended(code)}{again}")
                 self._enter(ProcessState.BACKING_OFF)

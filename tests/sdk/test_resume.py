@@ -293,10 +293,10 @@ def test_endpoints_take_turns() -> None:
     endpoints.lost("b:2")
     assert endpoints.current(str)[0] == "a:1"
     assert opened == ["a:1", "b:2"]
-    assert not endpoints.hopeless(2) and endpoints.hopeless(3)
+    assert not endpoints.should_give_up(2) and endpoints.should_give_up(3)
     endpoints.answered()
-    assert not endpoints.hopeless(3)
-    assert endpoints.close() == ["a:1", "b:2"] and endpoints.hopeless(1)
+    assert not endpoints.should_give_up(3)
+    assert endpoints.close() == ["a:1", "b:2"] and endpoints.should_give_up(1)
 
 
 def test_an_endpoint_without_a_port_is_refused_at_once() -> None:

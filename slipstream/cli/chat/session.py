@@ -191,13 +191,13 @@ def _stream(
 
 def _summary(reply: Reply) -> str:
     """Where the reply was made and what it took, on one line."""
-    usage, trail = reply.usage, reply.stats
-    if usage is None or trail is None:
+    usage, stats = reply.usage, reply.stats
+    if usage is None or stats is None:
         return f"[{reply.finish_reason}]"
-    workers = " -> ".join(name for name in (trail.prefill_worker, trail.decode_worker) if name)
-    speed = (usage.completion_tokens - 1) / trail.decode_ms * 1e3 if trail.decode_ms else 0.0
+    workers = " -> ".join(name for name in (stats.prefill_worker, stats.decode_worker) if name)
+    speed = (usage.completion_tokens - 1) / stats.decode_ms * 1e3 if stats.decode_ms else 0.0
     return (
         f"[{workers}; {usage.prompt_tokens} prompt tokens, "
-        f"{usage.cached_tokens} cached; first token after {trail.ttft_ms:.0f} ms, {speed:.0f} tokens/s; "
+        f"{usage.cached_tokens} cached; first token after {stats.ttft_ms:.0f} ms, {speed:.0f} tokens/s; "
         f"{reply.finish_reason}]"
     )
