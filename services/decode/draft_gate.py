@@ -163,10 +163,10 @@ class DraftGate:
         if self.is_forced or len(bucket.window) < self.limits.baseline_steps:
             return False
         if bucket.on:
-            return bucket.settled_ms >= bucket.due_ms or self._got_worse(bucket)
+            return bucket.settled_ms >= bucket.due_ms or self._is_slower(bucket)
         return self._tried is None and bucket.settled_ms >= bucket.due_ms
 
-    def _got_worse(self, bucket: _Bucket) -> bool:
+    def _is_slower(self, bucket: _Bucket) -> bool:
         """Whether drafts now cost more than steps without them did; looked at once in a while."""
         is_looked_at = bucket.settled_steps and not bucket.settled_steps % self.limits.checked_steps
         if not is_looked_at or not bucket.window.is_full:
@@ -195,12 +195,12 @@ class DraftGate:
             bucket.features.add(elapsed_ms, tokens, n_drafts)
         elif bucket.phase is _Phase.TRIAL:
             bucket.trial.add(elapsed_ms, tokens, n_drafts)
-            if bucket.steps_left <= 0 or self._is_hopeless(bucket):
+            if bucket.steps_left <= 0 or self._is_slow_trial(bucket):
                 self._judge(bucket)
         elif bucket.steps_left <= 0:
             bucket.phase, bucket.steps_left = _Phase.TRIAL, self.limits.trial_steps
 
-    def _is_hopeless(self, bucket: _Bucket) -> bool:
+    def _is_slow_trial(self, bucket: _Bucket) -> bool:
         return (
             len(bucket.trial) >= self.limits.given_up_steps
             and bucket.trial.cost_ms > 2 * bucket.window.cost_ms
