@@ -175,14 +175,14 @@ class _Router:
         self._lends = lends
         self._index = PrefixIndex()
         self._book = WorkerModels()
-        self._faded_s = 0.0
+        self._decayed_s = 0.0
         self._cold_round_robin = ColdRoundRobin()
         self._mine: dict[int, tuple[Run, WorkerCandidate]] = {}  # prompts sent and not computed, by number
 
     def choose(self, run: Run, sim: Simulation, *, others: bool) -> tuple[int, int]:
         request, now_s = run.request, sim.now_ms / 1e3
-        self._book.fade(now_s - self._faded_s)
-        self._faded_s = now_s
+        self._book.decay(now_s - self._decayed_s)
+        self._decayed_s = now_s
         names = [f"p{i}" for i in range(len(sim.prefill))]
 
         found = self._index.find(request.hashes, tenant="", now_s=now_s)

@@ -15,7 +15,7 @@ from services.router.execution.context import RouterContext
 from services.router.execution.event_queue import ResponseQueue
 from services.router.execution.hedging import AttemptEnd
 from services.router.execution.output_processor import OutputProcessor
-from services.router.execution.policies.context_room import OutputWish, wished_lengths
+from services.router.execution.policies.context_room import OutputWish, list_output_lengths
 from services.router.execution.policies.job_holds import JobHold
 from services.router.execution.request_state import RequestState
 from services.router.execution.request_stats import StatsRecorder
@@ -161,7 +161,7 @@ class GenerationTask:
         if context.failover.quarantine.has_suspects:
             state.suspect.content = state.content()
             context.failover.quarantine.check(state.suspect.content)
-            context.failover.quarantine.recall(state.suspect)
+            context.failover.quarantine.restore_strikes(state.suspect)
         self._state = self.sink.producer = state
         try:
             end = await run_attempts(state)
@@ -246,7 +246,7 @@ class GenerationTask:
         """The lengths of the answer that workers must have room for."""
         request, max_tokens = self.request, self._prompt.sampling.max_tokens
         wish = request.sampling
-        lengths = wished_lengths(
+        lengths = list_output_lengths(
             max_tokens,
             stated_tokens=wish.max_tokens if wish.max_tokens == max_tokens else None,
             is_capped=request.is_capped_by_context,

@@ -18,7 +18,7 @@ from services.router.execution.context import RouterContext
 from services.router.execution.event_queue import ResponseQueue
 from services.router.execution.failover import content_digest
 from services.router.execution.output_processor import OutputProcessor
-from services.router.execution.policies.context_room import ContextRoom, rooms
+from services.router.execution.policies.context_room import ContextRoom, list_rooms
 from services.router.execution.policies.job_holds import JobHold
 from services.router.execution.policies.quarantine import Suspect
 from services.router.execution.policies.resume_pace import ResumePace
@@ -109,7 +109,7 @@ class RequestState:
     @property
     def rooms(self) -> Sequence[ContextRoom]:
         """The context that workers of the next attempt must take, the one that serves best first."""
-        return rooms(
+        return list_rooms(
             self.spec.wish,
             prompt_tokens=len(self.spec.prompt),
             emitted_tokens=len(self.output.tokens),

@@ -107,7 +107,7 @@ async def _try_once(
         suspect.content = state.content()
         failover.watch_silent(suspect, outcome.silent)
     elif isinstance(outcome, AttemptEnd):
-        failover.quarantine.acquit(suspect)
+        failover.quarantine.clear_strikes(suspect)
     failover.quarantine.end(suspect)
     return outcome
 

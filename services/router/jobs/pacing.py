@@ -75,11 +75,11 @@ class LatencyBaseline:
 
 @dataclass(slots=True)
 class TrialBudget:
-    """How many live requests may still meet what is on trial. All of them are earned, also the first."""
+    """How many live requests may still meet what is on trial. Requests that end refill it from zero."""
 
     left: float = 0.0
 
-    def earn(self) -> None:
+    def refill(self) -> None:
         """A live request has ended."""
         self.left = min(self.left + TRIED_SHARE, _MOST_TRIED)
 
@@ -121,8 +121,8 @@ class JobPacing:
 
     def observe(self, sample: LiveSample) -> None:
         """Learn from one live request."""
-        self._beside_budget.earn()
-        self._quiet_budget.earn()
+        self._beside_budget.refill()
+        self._quiet_budget.refill()
         if not sample.met:
             self.baseline.add(sample)
             return

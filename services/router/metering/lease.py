@@ -98,6 +98,6 @@ class Lease:
         self.others_granted, self.others_used = others_granted, others_used
         self.renewed_unix_s = now_unix_s
 
-    def lapse(self, held: int) -> None:
+    def reduce(self, held: int) -> None:
         """Hold at most this much: the lease was not renewed in time, and others may hold its share."""
         self.granted = min(self.granted, held)

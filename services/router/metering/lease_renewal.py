@@ -47,7 +47,7 @@ class LeaseRenewal:
         """Renew what has changed, and what would expire. Forget windows that are over."""
         limiter = self._limiter
         now = limiter.wall_clock_s()
-        limiter.lapse()
+        limiter.reduce_unrenewed()
         for place, held in list(limiter.leases.items()):
             if held.window.end_unix_s is not None and held.window.end_unix_s + _KEPT_S < now:
                 del limiter.leases[place]

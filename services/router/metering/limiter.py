@@ -32,7 +32,7 @@ _UNITS: Mapping[LimitKind, str] = {
 _HEADERS = ((LimitKind.REQUESTS, "requests"), (LimitKind.TOKENS, "tokens"))
 _CONCURRENT_RETRY_MS = 1000
 # A router lets go of a lease before others take it: the clocks of routers differ.
-_LAPSE_SHARE = 0.75
+_UNRENEWED_SHARE = 0.75
 _COUNT_ROUTERS_S = 1.0
 
 
@@ -170,12 +170,12 @@ class Limiter:
                 found.append(LimitState(name, tightest.lease.limit, tightest.lease.remaining, end_unix_s))
         return found
 
-    def lapse(self) -> None:
+    def reduce_unrenewed(self) -> None:
         """Hold nothing in advance by a lease that was not renewed in time: others may hold it."""
         now = self.wall_clock_s()
         for (_, kind), held in self.leases.items():
-            if now - held.lease.renewed_unix_s > _LAPSE_SHARE * LIMIT_LEASE_S:
-                held.lease.lapse(0 if kind is LimitKind.CONCURRENT else held.lease.used)
+            if now - held.lease.renewed_unix_s > _UNRENEWED_SHARE * LIMIT_LEASE_S:
+                held.lease.reduce(0 if kind is LimitKind.CONCURRENT else held.lease.used)
 
     def follow_routers(self) -> None:
         """Share every lease with as many routers as there are now."""

@@ -8,7 +8,7 @@ report fits the rates again, by least squares on *relative* errors:
 
 So a report that is a hundred times too slow counts as one bad report and not as a hundred. The rate of a
 rare quantity (a tier, a long prompt) stays near its prior. Predictions never fall when a quantity rises, and
-no series of reports, however wrong, leads outside of the bounds. Old reports fade with `m`.
+no series of reports, however wrong, leads outside of the bounds. Old reports decay with `m`.
 The normal equations have at most seven unknowns; each report costs a few sweeps of coordinate descent, fewer
 once the rates are stable.
 """
@@ -38,10 +38,10 @@ class RateFit:
         if not prior or min(prior) <= 0:
             raise ValueError("a prior is positive")
         self.reports = 0
-        self._reports_at_fade = 0
+        self._reports_at_decay = 0
         self.rates = list(prior)
-        self._leaned: tuple[float, ...] = ()
-        self.lean(prior, PRIOR_WEIGHT)
+        self._prior: tuple[float, ...] = ()
+        self.set_prior(prior, PRIOR_WEIGHT)
         self._bounds = [(each / _MAX_OFF, each * _MAX_OFF) for each in prior]
         self._keep = 1.0 - 1.0 / memory_reports
         # The normal equations of the quantities in any report so far; the rates of the others stay at their
@@ -50,12 +50,12 @@ class RateFit:
         self._a: list[list[float]] = []
         self._b: list[float] = []
 
-    def lean(self, prior: Sequence[float], weight: float) -> None:
+    def set_prior(self, prior: Sequence[float], weight: float) -> None:
         """Make these rates the prior, worth `weight` reports. The bounds stay."""
-        leaned = (weight, *prior)
-        if leaned == self._leaned:
+        weighted = (weight, *prior)
+        if weighted == self._prior:
             return
-        self._leaned = leaned
+        self._prior = weighted
         self._stiffness = [weight / (each * each) for each in prior]
         self._prior_pull = [weight / each for each in prior]  # stiffness times prior
 
@@ -84,14 +84,14 @@ class RateFit:
             b[i] = b[i] * keep + x_i * y
         self._solve()
 
-    def fade(self, kept: float) -> None:
+    def decay(self, kept: float) -> None:
         """Multiply the weight of all reports by `kept`, unless one was added since the last call: the rates
         return towards the prior."""
-        if self.reports == self._reports_at_fade:
+        if self.reports == self._reports_at_decay:
             self._a = [[a * kept for a in row] for row in self._a]
             self._b = [b * kept for b in self._b]
             self._solve()
-        self._reports_at_fade = self.reports
+        self._reports_at_decay = self.reports
 
     def _see(self, quantity: int) -> None:
         self._seen.append(quantity)
@@ -238,13 +238,13 @@ class PrefillFit:
         self._fit.observe(quantities, duration_ms)
         self._model = None
 
-    def lean_on(self, role: PrefillFit) -> None:
+    def set_prior_from(self, role: PrefillFit) -> None:
         """Make the rates of the role this worker's prior."""
-        self._fit.lean(role._fit.rates, ROLE_WEIGHT)
+        self._fit.set_prior(role._fit.rates, ROLE_WEIGHT)
 
-    def fade(self, kept: float) -> None:
-        """See `RateFit.fade`."""
-        self._fit.fade(kept)
+    def decay(self, kept: float) -> None:
+        """See `RateFit.decay`."""
+        self._fit.decay(kept)
         self._model = None
 
 
@@ -281,13 +281,13 @@ class DecodeFit:
             self._model = None
             self._pull.observe((1.0, n_bytes / (1 << 20)), transfer_ms)
 
-    def lean_on(self, role: DecodeFit) -> None:
+    def set_prior_from(self, role: DecodeFit) -> None:
         """Make the rates of the role this worker's prior."""
-        self._step.lean(role._step.rates, ROLE_WEIGHT)
-        self._pull.lean(role._pull.rates, ROLE_WEIGHT)
+        self._step.set_prior(role._step.rates, ROLE_WEIGHT)
+        self._pull.set_prior(role._pull.rates, ROLE_WEIGHT)
 
-    def fade(self, kept: float) -> None:
-        """See `RateFit.fade`."""
-        self._step.fade(kept)
-        self._pull.fade(kept)
+    def decay(self, kept: float) -> None:
+        """See `RateFit.decay`."""
+        self._step.decay(kept)
+        self._pull.decay(kept)
         self._model = None

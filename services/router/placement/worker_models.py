@@ -15,7 +15,7 @@ _ROLE_REPORTS = 8
 # From then on every fourth report updates the role.
 _ROLE_SHARE = 4
 # After so long without a report the rates of a worker weigh 1/e.
-FADE_S = 30.0
+DECAY_S = 30.0
 
 # The rates before any report.
 _ANY_PREFILL = PrefillModel()
@@ -71,7 +71,7 @@ class WorkerModels:
         role_is_known = self._all_prefill.reports >= _ROLE_REPORTS
         if role_is_known:
             # Reports are noisy: fitted to its own reports alone, each of equal workers would look different.
-            fit.lean_on(self._all_prefill)
+            fit.set_prior_from(self._all_prefill)
         self._prefill_reports += 1
         # The rates of a role change slowly.
         role_too = not role_is_known or not self._prefill_reports % _ROLE_SHARE
@@ -98,14 +98,14 @@ class WorkerModels:
         for fit in (self._decode_fit(worker), self._all_decode):
             fit.observe_pull(n_bytes=n_bytes, transfer_ms=transfer_ms)
 
-    def fade(self, elapsed_s: float) -> None:
+    def decay(self, elapsed_s: float) -> None:
         """Move the rates of workers without new reports towards those of their role, every few seconds.
 
         Without this, a worker that is avoided because it was slow could never show that it is fast again.
         """
-        kept = math.exp(-elapsed_s / FADE_S)
-        _fade(self._prefill.values(), self._all_prefill, kept)
-        _fade(self._decode.values(), self._all_decode, kept)
+        kept = math.exp(-elapsed_s / DECAY_S)
+        _decay(self._prefill.values(), self._all_prefill, kept)
+        _decay(self._decode.values(), self._all_decode, kept)
 
     def forget(self, worker: str) -> None:
         """Drop a departed worker. Its reports still count for the role. Idempotent."""
@@ -124,8 +124,8 @@ class WorkerModels:
         return fit
 
 
-def _fade(fits: Iterable[_Fit], role: _Fit, kept: float) -> None:
+def _decay(fits: Iterable[_Fit], role: _Fit, kept: float) -> None:
     for fit in fits:
         if role.reports >= _ROLE_REPORTS:
-            fit.lean_on(role)
-        fit.fade(kept)
+            fit.set_prior_from(role)
+        fit.decay(kept)

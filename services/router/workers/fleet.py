@@ -343,7 +343,7 @@ class RouterFleet:
         while True:
             await asyncio.sleep(_RETIRE_POLL_S)
             await self._clean_up_index()
-            self.worker_models.fade(_RETIRE_POLL_S)
+            self.worker_models.decay(_RETIRE_POLL_S)
             for link in [link for link in self._retired if not self._in_use(link)]:
                 self._retired.remove(link)
                 await self._close(link)

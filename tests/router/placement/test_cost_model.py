@@ -121,7 +121,7 @@ def test_equal_workers_look_more_equal_when_they_lean_on_their_role() -> None:
     alone, leaning, role = ([PrefillFit() for _ in range(n)] for n in (6, 6, 1))
     _prefill_reports(role[0], truth, 300, noise=0.3)
     for i, (by_itself, with_role) in enumerate(zip(alone, leaning, strict=True)):
-        with_role.lean_on(role[0])
+        with_role.set_prior_from(role[0])
         for fit in (by_itself, with_role):
             _prefill_reports(fit, truth, 60, seed=10 + i, noise=0.6)
 
@@ -132,11 +132,11 @@ def test_equal_workers_look_more_equal_when_they_lean_on_their_role() -> None:
     assert spread(leaning) < 0.8 * spread(alone)
 
 
-def test_a_worker_unlike_its_role_is_told_apart() -> None:
+def test_a_worker_unlike_its_role_gets_rates_of_its_own() -> None:
     role, slow = PrefillFit(), PrefillFit()
     usual, truth = PrefillModel(5.0, 0.1, 0.001, 0.01, 0.02), PrefillModel(10.0, 0.2, 0.002, 0.02, 0.04)
     _prefill_reports(role, usual, 300)
-    slow.lean_on(role)
+    slow.set_prior_from(role)
     assert ROLE_WEIGHT < 64 / 4  # reports that are remembered
     _prefill_reports(slow, truth, 200, seed=1)
     assert slow.model.compute_ms(8_000, 8_000) == pytest.approx(truth.compute_ms(8_000, 8_000), rel=0.2)
@@ -193,12 +193,12 @@ def test_a_prior_must_be_positive() -> None:
         RateFit((1.0, 0.0))
 
 
-def test_a_prior_that_moves_is_leant_on_anew() -> None:
+def test_a_prior_that_moves_counts_from_then_on() -> None:
     fit, role_rates = RateFit((2.0,)), [3.0]
     for rate in (3.0, 3.0, 5.0):
         role_rates[0] = rate  # the same list: a role's rates change in place
-        fit.lean(role_rates, 4.0)
+        fit.set_prior(role_rates, 4.0)
         fit.observe((1.0,), 1.0)
         for _ in range(2):  # a report came before the first
-            fit.fade(0.0)
+            fit.decay(0.0)
         assert fit.rates[0] == pytest.approx(rate, rel=0.02)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.placement.cost_model import RateFit
-from services.router.placement.worker_models import FADE_S, WorkerModels
+from services.router.placement.worker_models import DECAY_S, WorkerModels
 
 
 def _steps(models: WorkerModels, worker: str, step_ms: float, n: int) -> None:
@@ -19,12 +19,12 @@ def _step_ms(models: WorkerModels, worker: str) -> float:
     return models.decode_model(worker).step_ms(4, 1_000)
 
 
-def _fade_s(models: WorkerModels, seconds: int, *, heard: str = "", step_ms: float = 0.0) -> None:
+def _decay_for(models: WorkerModels, seconds: int, *, heard: str = "", step_ms: float = 0.0) -> None:
     """Once a second, as the fleet does it; `heard` reports meanwhile."""
     for _ in range(seconds):
         if heard:
             _steps(models, heard, step_ms, 2)
-        models.fade(1.0)
+        models.decay(1.0)
 
 
 def test_a_worker_that_was_slow_and_is_avoided_is_soon_taken_to_be_like_the_others() -> None:
@@ -32,9 +32,9 @@ def test_a_worker_that_was_slow_and_is_avoided_is_soon_taken_to_be_like_the_othe
     _steps(models, "a", 10.0, 20)
     _steps(models, "b", 40.0, 64)
     assert _step_ms(models, "b") > 30.0
-    _fade_s(models, 1, heard="a", step_ms=10.0)
+    _decay_for(models, 1, heard="a", step_ms=10.0)
     assert _step_ms(models, "b") > 30.0
-    _fade_s(models, int(6 * FADE_S), heard="a", step_ms=10.0)
+    _decay_for(models, int(6 * DECAY_S), heard="a", step_ms=10.0)
     assert _step_ms(models, "b") < 1.2 * _step_ms(models, "a")
     assert _step_ms(models, "a") == pytest.approx(10.0, rel=0.1)
 
@@ -44,7 +44,7 @@ def test_a_slow_worker_that_is_heard_of_stays_known_to_be_slow() -> None:
     for _ in range(200):
         _steps(models, "a", 10.0, 2)
         _steps(models, "b", 40.0, 2)
-        models.fade(1.0)
+        models.decay(1.0)
     assert _step_ms(models, "b") > 2 * _step_ms(models, "a")
 
 
@@ -68,9 +68,9 @@ def test_prefill_workers_fade_as_well() -> None:
     prompts("a", 0.1, 100)
     prompts("b", 0.3, 64)
     slow_ms = models.prefill_model("b").compute_ms(1_000, 1_000)
-    for _ in range(int(6 * FADE_S)):
+    for _ in range(int(6 * DECAY_S)):
         prompts("a", 0.1, 1)
-        models.fade(1.0)
+        models.decay(1.0)
     quick_ms = models.prefill_model("a").compute_ms(1_000, 1_000)
     assert slow_ms > 2 * quick_ms
     assert models.prefill_model("b").compute_ms(1_000, 1_000) < 1.2 * quick_ms
@@ -86,13 +86,13 @@ def test_to_fade_leads_from_the_reports_to_the_prior_and_nowhere_else(
     fit = RateFit((2.0,))
     for quantity, duration_ms in reports:
         fit.observe((quantity,), duration_ms)
-    fit.fade(0.0)  # reports came: nothing is forgotten yet
+    fit.decay(0.0)  # reports came: nothing is forgotten yet
     told = fit.rates[0]
     before = told
     for share in kept:
-        fit.fade(share)
+        fit.decay(share)
         assert min(told, 2.0) - 1e-6 <= fit.rates[0] <= max(told, 2.0) + 1e-6
         assert abs(fit.rates[0] - 2.0) <= abs(before - 2.0) + 1e-6
         before = fit.rates[0]
-    fit.fade(0.0)
+    fit.decay(0.0)
     assert fit.rates[0] == pytest.approx(2.0, rel=0.02)

@@ -40,7 +40,7 @@ class ContextRoom(msgspec.Struct, frozen=True, gc=False):
     decode_tokens: int = 0
 
 
-def wished_lengths(
+def list_output_lengths(
     max_tokens: int, *, stated_tokens: int | None, is_capped: bool, least_tokens: int = 1
 ) -> tuple[int, ...]:
     """The lengths that a request asks room for before it has a token.
@@ -55,7 +55,7 @@ def wished_lengths(
     return _distinct((max_tokens, usual, shortest)) if is_capped else (max_tokens,)
 
 
-def rooms(
+def list_rooms(
     wish: OutputWish, *, prompt_tokens: int, emitted_tokens: int, max_tokens: int
 ) -> Sequence[ContextRoom]:
     """The rooms to ask of the workers of the next attempt; the first room that they have counts.

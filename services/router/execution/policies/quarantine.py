@@ -55,8 +55,8 @@ class Suspect:
     struck_by: tuple[str, ...] = ()  # the workers of its latest strikes
     workers: tuple[str, ...] = ()  # the workers on which the running attempt is unproven
     tokens: int = 0  # of the running attempt
-    doubts: tuple[str, ...] = ()  # workers that fell silent under it, and may have crashed
-    is_guilty: bool = False  # the ends of silent workers have decided it
+    silent_workers: tuple[str, ...] = ()  # workers that fell silent under it, and may have crashed
+    is_quarantined: bool = False  # the ends of silent workers have decided it
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ class Quarantine:
 
     @property
     def has_suspects(self) -> bool:
-        """Whether `check` may refuse any request, or `recall` give it strikes: else none need be hashed."""
+        """Whether `check` may refuse a request, or `restore_strikes` give it strikes: else none is hashed."""
         now_s = self._clock()
         while self._refused_until_s and next(iter(self._refused_until_s.values())) <= now_s:  # oldest first
             self._refused_until_s.popitem(last=False)
@@ -136,7 +136,7 @@ class Quarantine:
 
         Raises Quarantined, without an `end`, for a request that silent workers have decided about.
         """
-        if suspect.is_guilty:
+        if suspect.is_quarantined:
             raise Quarantined(_CRASHED.format(suspect.strikes))
         suspect.workers, suspect.tokens = (), 0
         self.add_workers(suspect, workers)
@@ -146,7 +146,7 @@ class Quarantine:
         suspect.tokens += tokens
         if suspect.workers and suspect.tokens >= PROOF_TOKENS:
             self._remove(suspect, suspect.workers)
-            self.acquit(suspect)
+            self.clear_strikes(suspect)
 
     def add_workers(self, suspect: Suspect, workers: Iterable[str]) -> None:
         """Record that the attempt, or its hedge, runs on these workers as well."""
@@ -205,19 +205,19 @@ class Quarantine:
             if len(self._silent) > MAX_QUARANTINED:
                 self._silent.popitem(last=False)
         silence.tokens[suspect] = suspect.tokens
-        suspect.doubts += (worker,)
+        suspect.silent_workers += (worker,)
         return is_new
 
-    def acquit(self, suspect: Suspect) -> None:
-        """Drop strikes and doubts of a request that ran to its end, or has proven itself."""
+    def clear_strikes(self, suspect: Suspect) -> None:
+        """Clear strikes and silent workers of a request that ran to its end, or has proven itself."""
         suspect.strikes, suspect.struck_by = 0, ()
         self._struck.pop(suspect.content, None)
-        for worker in suspect.doubts:
+        for worker in suspect.silent_workers:
             if worker in self._silent:
                 self._silent[worker].tokens.pop(suspect, None)
-        suspect.doubts = ()
-        if suspect.is_guilty:
-            suspect.is_guilty = False
+        suspect.silent_workers = ()
+        if suspect.is_quarantined:
+            suspect.is_quarantined = False
             self._refused_until_s.pop(suspect.content, None)
 
     def silence_of(self, worker: str) -> CrashedAttempts:
@@ -225,16 +225,16 @@ class Quarantine:
         return self._silent[worker].ran if worker in self._silent else NO_ATTEMPTS
 
     def silence_ended(self, worker: str, *, crashed: bool, elsewhere: CrashedAttempts = NO_ATTEMPTS) -> None:
-        """A silent worker answers again, or its process has ended, which is a strike for each doubt.
+        """A silent worker answers again, or its process has ended: a strike for each request of the silence.
 
         `elsewhere`: what other routers ran there.
         """
         silence = self._silent.pop(worker, None)
         for suspect, tokens in silence.tokens.items() if silence is not None else ():
-            suspect.doubts = tuple(name for name in suspect.doubts if name != worker)
+            suspect.silent_workers = tuple(name for name in suspect.silent_workers if name != worker)
             if silence is None or not crashed or worker in suspect.struck_by or worker in self._killed:
                 continue
-            self.recall(suspect)
+            self.restore_strikes(suspect)
             if worker in suspect.struck_by:  # by an equal request
                 continue
             ran = silence.ran if suspect.strikes + 1 >= ALONE_STRIKES else silence.ran.beside(elsewhere)
@@ -242,7 +242,7 @@ class Quarantine:
             suspect.strikes += 1
             suspect.struck_by += (worker,)
             if suspect.strikes >= _needed(ran, tokens) and (ran.attempts == 1 or was_alone_with_strikes):
-                suspect.is_guilty = True
+                suspect.is_quarantined = True
                 self._refuse(suspect.content)
             else:
                 self._keep(suspect)
@@ -291,7 +291,7 @@ class Quarantine:
             while len(self._struck) > MAX_QUARANTINED:
                 self._struck.popitem(last=False)
 
-    def recall(self, suspect: Suspect) -> None:
+    def restore_strikes(self, suspect: Suspect) -> None:
         """Add the strikes that equal requests left, but for workers that were killed from outside."""
         workers, until_s = self._struck.get(suspect.content, ((), 0.0))
         if self._clock() >= until_s:

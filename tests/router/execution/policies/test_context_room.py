@@ -9,18 +9,18 @@ from services.router.execution.policies.context_room import (
     OPEN_OUTPUT_TOKENS,
     OutputWish,
     capped_output_tokens,
-    rooms,
-    wished_lengths,
+    list_output_lengths,
+    list_rooms,
 )
 
 COUNTS = st.integers(1, 1 << 20)
 
 
 @given(COUNTS, st.none() | COUNTS, st.booleans(), st.integers(0, 1 << 20))
-def test_wished_lengths_fall_and_stay_within_the_bound(
+def test_output_lengths_fall_and_stay_within_the_bound(
     max_tokens: int, stated: int | None, is_capped: bool, least: int
 ) -> None:
-    lengths = wished_lengths(max_tokens, stated_tokens=stated, is_capped=is_capped, least_tokens=least)
+    lengths = list_output_lengths(max_tokens, stated_tokens=stated, is_capped=is_capped, least_tokens=least)
     assert list(lengths) == sorted(set(lengths), reverse=True)
     assert lengths[-1] >= 1 and lengths[0] <= max_tokens
     assert lengths[-1] >= min(max_tokens, least)
@@ -36,7 +36,7 @@ def test_each_room_takes_at_least_another_token_and_never_more_than_the_cap(
 ) -> None:
     max_tokens = emitted + left
     wish = OutputWish(tuple(length for length in lengths if length <= max_tokens))
-    asked = rooms(wish, prompt_tokens=prompt, emitted_tokens=emitted, max_tokens=max_tokens)
+    asked = list_rooms(wish, prompt_tokens=prompt, emitted_tokens=emitted, max_tokens=max_tokens)
     for room in asked:
         assert prompt + emitted < room.decode_tokens <= prompt + max_tokens
         assert prompt + emitted < room.prefill_tokens <= min(room.decode_tokens, prompt + emitted + 2)
@@ -52,7 +52,7 @@ def test_a_cap_only_falls_and_never_below_what_the_room_of_its_worker_holds(
 ) -> None:
     max_tokens = emitted + left
     for bound in bounds:
-        asked = rooms(OutputWish(), prompt_tokens=prompt, emitted_tokens=emitted, max_tokens=max_tokens)
+        asked = list_rooms(OutputWish(), prompt_tokens=prompt, emitted_tokens=emitted, max_tokens=max_tokens)
         taken = [room for room in asked if bound is None or room.decode_tokens <= bound]
         if not taken:
             continue

@@ -268,13 +268,13 @@ def test_a_repeated_request_begins_with_the_strikes_of_its_content() -> None:
     quarantine.end(first, crashed="a")
     assert quarantine.has_suspects
     again, late = Suspect(b"poison"), Suspect(b"poison")
-    quarantine.recall(again)
+    quarantine.restore_strikes(again)
     assert again.strikes == 1
     quarantine.begin(again, ["b"])
     with pytest.raises(Quarantined):
         quarantine.end(again, crashed="b")
     now_s[0] = QUARANTINE_S
-    quarantine.recall(late)
+    quarantine.restore_strikes(late)
     assert late.strikes == 0
 
 
@@ -290,9 +290,9 @@ def test_strikes_of_a_content_are_cleared(way: str) -> None:
         if way == "proven":
             quarantine.observe(request, PROOF_TOKENS)
         else:
-            quarantine.acquit(request)
+            quarantine.clear_strikes(request)
         quarantine.end(request)
-    quarantine.recall(again)
+    quarantine.restore_strikes(again)
     assert again.strikes == 0
 
 
@@ -319,8 +319,8 @@ def test_kept_strikes_are_bounded() -> None:
         quarantine.begin(suspect, ["a"])
         quarantine.end(suspect, crashed="a")
     first, second = Suspect(b"0"), Suspect(b"1")
-    quarantine.recall(first)
-    quarantine.recall(second)
+    quarantine.restore_strikes(first)
+    quarantine.restore_strikes(second)
     assert (first.strikes, second.strikes) == (0, 1)
 
 
@@ -345,7 +345,7 @@ def test_a_crash_that_other_routers_share_blames_no_one_alone(
             assert quarantine.silence_of(worker) == CrashedAttempts(1, struck=crash > 1)
             quarantine.end(request)
             quarantine.silence_ended(worker, crashed=True, elsewhere=elsewhere)
-            assert request.is_guilty is is_cause
+            assert request.is_quarantined is is_cause
         else:
             assert quarantine.record_crash(worker) == CrashedAttempts(1, struck=crash > 1)
             quarantine.record_elsewhere(worker, elsewhere)

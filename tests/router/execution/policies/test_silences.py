@@ -53,12 +53,12 @@ def test_a_request_is_not_struck(way: str) -> None:
         quarantine.observe(request, PROOF_TOKENS)
         quarantine.end(request)
     elif way == "ended":
-        quarantine.acquit(request)
+        quarantine.clear_strikes(request)
     for worker in "ab":
         if way == "killed":
             quarantine.record_kill(worker)
         quarantine.silence_ended(worker, crashed=way != "answers again")
-    assert request.strikes == 0 and not request.is_guilty and not quarantine._silent
+    assert request.strikes == 0 and not request.is_quarantined and not quarantine._silent
     quarantine.check(b"request")
 
 
@@ -68,8 +68,8 @@ def test_no_request_of_a_crowd_is_refused_for_one_silence(n: int, crashes: list[
     quarantine, crowd = Quarantine(lambda: 0.0), [Suspect(bytes([i])) for i in range(n)]
     for index, crashed in enumerate(crashes):
         worker = f"w{index}"
-        if any(suspect.is_guilty for suspect in crowd):
-            raise AssertionError("one of a crowd is guilty")
+        if any(suspect.is_quarantined for suspect in crowd):
+            raise AssertionError("one of a crowd is quarantined")
         for suspect in crowd:
             quarantine.begin(suspect, [worker])
         for suspect in crowd:
@@ -78,7 +78,7 @@ def test_no_request_of_a_crowd_is_refused_for_one_silence(n: int, crashes: list[
         quarantine.silence_ended(worker, crashed=crashed)
     struck = sum(crashes)
     assert all(suspect.strikes == struck for suspect in crowd)
-    assert struck < STRIKES + 1 or not any(suspect.is_guilty for suspect in crowd)
+    assert struck < STRIKES + 1 or not any(suspect.is_quarantined for suspect in crowd)
 
 
 @pytest.mark.parametrize(
