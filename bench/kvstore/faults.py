@@ -42,7 +42,7 @@ from supervisor.plan import ClusterConfig
 STORE, WORKER = "kvstore-0", "prefill-0"
 HANG_S = 5.0
 AIM = 1.2
-_AWAY = ("slipstream_kvstore_disk_away", "slipstream_kvstore_disk_read_only")
+_AWAY = ("slipstream_kvstore_disk_unavailable", "slipstream_kvstore_disk_read_only")
 _ON_DISK, _IN_MEMORY = "slipstream_kvstore_blocks_nvme", "slipstream_kvstore_blocks_dram"
 _WAIT_S = 120.0
 # So little that a prompt's blocks are gone from memory and from the worker when its turn comes.

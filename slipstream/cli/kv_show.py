@@ -24,7 +24,11 @@ TIERS = {
     CacheTier.CACHE_TIER_POOL: "pool",
 }
 # What is not called alike in all tiers.
-_REWANTED = {"dram": "evicted_wanted", "nvme": "evicted_wanted_nvme", "pool": "evicted_wanted_pool"}
+_REWANTED = {
+    "dram": "evicted_rerequested",
+    "nvme": "evicted_rerequested_nvme",
+    "pool": "evicted_rerequested_pool",
+}
 _CORRUPT = {"dram": "corrupt_blocks_dram", "nvme": "corrupt_blocks", "pool": "pool_corrupt_blocks"}
 _WRONG = ("corrupt_blocks", "quarantined_bytes", "unreachable_blocks", "unreachable_dropped")
 _TOTALS = {
@@ -33,7 +37,7 @@ _TOTALS = {
     "disk errors": "disk_errors_total",
     "read-only disks": "disk_read_only",
     "not written": "writes_dropped_total",
-    "pool away": "pool_away",
+    "pool away": "pool_unavailable",
     "not pooled": "pool_puts_dropped_total",
 }
 

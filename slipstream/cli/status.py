@@ -21,7 +21,7 @@ from slipstream.rpc.dial import OpenChannel
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 ASK_TIMEOUT_S = 2.0
-_POOL_AWAY = "slipstream_kvstore_pool_away"
+_POOL_UNAVAILABLE = "slipstream_kvstore_pool_unavailable"
 # Columns of the worker table: heading and field of a LoadReport.
 LOAD_COLUMNS = {
     "runs": "requests_running",
@@ -110,7 +110,7 @@ def answer_state(status: Mapping[str, Any], *, ready: str = "ready") -> str:
     """The state that an answer shows; `ready` where it shows nothing particular."""
     if status["draining"]:
         return "draining"
-    if status["counters"].get(_POOL_AWAY):
+    if status["counters"].get(_POOL_UNAVAILABLE):
         return f"{ready}, pool away"
     return ready
 

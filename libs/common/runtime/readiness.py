@@ -44,7 +44,7 @@ ReadHealth = Callable[[], HealthState]
 
 def membership_figures(*, is_draining: bool, has_lost_lease: bool) -> dict[str, float]:
     """The metrics of a process's membership in the fleet."""
-    return {"slipstream_draining": is_draining, "slipstream_etcd_away": has_lost_lease}
+    return {"slipstream_draining": is_draining, "slipstream_etcd_unavailable": has_lost_lease}
 
 
 class ProcessHealth:

@@ -39,7 +39,7 @@ _EVERY = (
     gauge("requests_running", "Requests (sequences, pins, streams) that run in this process."),
     gauge("requests_waiting", "Requests that wait in this process for capacity."),
     gauge("draining", "1 while the process drains: it ends its running work and refuses new work."),
-    gauge("etcd_away", "1 while etcd does not hold this process's record on a living lease."),
+    gauge("etcd_unavailable", "1 while etcd does not hold this process's record on a living lease."),
     gauge("event_loop_tasks", "Tasks that have not ended, including permanent ones."),
     gauge("heap_frozen_objects", "Objects frozen out of garbage collection."),
     gauge("certificate_expires_unix_seconds", "When the certificate of gRPC and HTTPS ends; with TLS only."),

@@ -100,6 +100,6 @@ JOB_METRICS: tuple[Metric, ...] = (
         "job_leases_lost_total",
         "Jobs whose router was silent for too long, and results that came after that.",
     ),
-    gauge("database_away", "1 while the database of jobs and usage does not answer."),
+    gauge("database_unavailable", "1 while the database of jobs and usage does not answer."),
     counter("webhooks_total", "Deliveries of webhooks, by what came of them.", "outcome"),
 )

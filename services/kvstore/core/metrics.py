@@ -14,8 +14,8 @@ def tier_metrics(store: BlockStore) -> dict[str, float]:
         "slipstream_kvstore_blocks_dram": table.n_blocks,
         "slipstream_kvstore_bytes_dram": table.n_bytes,
         "slipstream_kvstore_evictions_total": table.evictions + on_disk,
-        "slipstream_kvstore_evicted_wanted_total": rewanted_blocks,
-        "slipstream_kvstore_evicted_wanted_gap_seconds_total": rewanted_gap_ms / 1e3,
+        "slipstream_kvstore_evicted_rerequested_total": rewanted_blocks,
+        "slipstream_kvstore_evicted_rerequested_gap_seconds_total": rewanted_gap_ms / 1e3,
         "slipstream_kvstore_policy_changes_total": table.policy_changes,
         "slipstream_kvstore_disk_refused_total": store.admission.refused_blocks,
         "slipstream_kvstore_unreachable_blocks_dram": store.memory_sweep.blocks,
@@ -42,7 +42,7 @@ def evicted_and_wanted(store: BlockStore) -> tuple[float, float]:
         return table.rewanted[0], table.n_bytes / max(table.n_blocks, 1)
     n_blocks = figures[f"slipstream_kvstore_blocks_{tier}"]
     mean_bytes = figures[f"slipstream_kvstore_bytes_{tier}"] / max(n_blocks, 1)
-    return figures[f"slipstream_kvstore_evicted_wanted_{tier}_total"], mean_bytes
+    return figures[f"slipstream_kvstore_evicted_rerequested_{tier}_total"], mean_bytes
 
 
 def eviction_policies(store: BlockStore) -> dict[str, str]:

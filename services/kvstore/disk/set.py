@@ -190,9 +190,9 @@ class DiskSet:
             "slipstream_kvstore_corrupt_blocks_total": self.sum(lambda tier: tier.corrupt_blocks),
             "slipstream_kvstore_disk_errors_total": self.sum(lambda tier: tier.io_errors),
             "slipstream_kvstore_disk_read_only": self.sum(lambda tier: tier.read_only),
-            "slipstream_kvstore_disk_away": self.sum(lambda tier: tier.health.state == DiskState.AWAY),
-            "slipstream_kvstore_evicted_wanted_nvme_total": self.sum(lambda tier: _rewanted(tier)[0]),
-            "slipstream_kvstore_evicted_wanted_nvme_gap_seconds_total": self.sum(
+            "slipstream_kvstore_disk_unavailable": self.sum(lambda tier: tier.health.state == DiskState.AWAY),
+            "slipstream_kvstore_evicted_rerequested_nvme_total": self.sum(lambda tier: _rewanted(tier)[0]),
+            "slipstream_kvstore_evicted_rerequested_nvme_gap_seconds_total": self.sum(
                 lambda tier: _rewanted(tier)[1] / 1e3
             ),
             "slipstream_kvstore_scrubbed_blocks_total": self.sum(lambda tier: tier.scrubbed_blocks),

@@ -20,7 +20,7 @@ _KVSTORE = "slipstream_kvstore_"
 # A tier's name here and in the metrics of a kvstore, and the capacity that a node announces of it.
 _STORE_TIERS = (("memory", "dram", "dram_bytes"), ("pool", "pool", ""), ("disk", "nvme", "disk_bytes"))
 _EVICTED = f"{_KVSTORE}evictions_total"
-_WANTED = tuple(f"{_KVSTORE}evicted_wanted{tier}_total" for tier in ("", "_nvme", "_pool"))
+_REREQUESTED = tuple(f"{_KVSTORE}evicted_rerequested{tier}_total" for tier in ("", "_nvme", "_pool"))
 _STORES = ("dram", "nvme", "pool")
 
 
@@ -63,7 +63,7 @@ class CacheView:
             "prompt_tokens": self._recorder.prompt_tokens,
             "cached_tokens": cached_by_source(self._recorder.cached_tokens),
             "evicted_blocks": int(totals[_EVICTED]),
-            "evicted_wanted_blocks": int(sum(totals[name] for name in _WANTED)),
+            "evicted_wanted_blocks": int(sum(totals[name] for name in _REREQUESTED)),
             "policies": [
                 {"instance": worker.instance, "tier": tier, "policy": policy}
                 for worker, status in stores

@@ -132,7 +132,7 @@ class JobPuller:
         return {
             "slipstream_jobs_waiting": self._seen.queued,
             "slipstream_jobs_running": self._seen.running,
-            "slipstream_database_away": float(self._is_away),
+            "slipstream_database_unavailable": float(self._is_away),
         }
 
     def start(self) -> None:

@@ -22,7 +22,7 @@ LATER = {
     "slipstream_jobs_ended_total",
     "slipstream_kvstore_bytes_pool",
     "slipstream_kvstore_pin_seconds_bucket",
-    "slipstream_kvstore_pool_away",
+    "slipstream_kvstore_pool_unavailable",
     "slipstream_kvstore_quarantined_bytes_pool",
     "slipstream_spend_limit_used_ratio",
     "slipstream_webhooks_total",

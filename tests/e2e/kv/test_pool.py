@@ -36,7 +36,7 @@ def test_a_conversation_goes_on_from_the_pool_when_its_node_is_lost(tmp_path: Pa
 
     with LocalCluster(config) as cluster:
         until(
-            lambda: not any(counter(cluster, node, "pool_away") for node in NODES),
+            lambda: not any(counter(cluster, node, "pool_unavailable") for node in NODES),
             timeout_s=60,
             what="both nodes in the pool",
         )

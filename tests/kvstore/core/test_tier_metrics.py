@@ -103,7 +103,7 @@ def test_blocks_evicted_and_wanted_are_those_of_the_last_tier() -> None:
         metrics=lambda: {
             "slipstream_kvstore_blocks_nvme": 2,
             "slipstream_kvstore_bytes_nvme": 60,
-            "slipstream_kvstore_evicted_wanted_nvme_total": 3,
+            "slipstream_kvstore_evicted_rerequested_nvme_total": 3,
         }
     )
     memory_only: Any = SimpleNamespace(dram=dram, disk=None, pool=None)

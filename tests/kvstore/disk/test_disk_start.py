@@ -29,7 +29,7 @@ from tests.support.processes.process_checks import all_gone
 from tests.worker.nodes import eventually, running_nodes
 from tests.worker.restore.test_restore_silent import prefill
 
-AWAY, ON_DISK = "slipstream_kvstore_disk_away", "slipstream_kvstore_blocks_nvme"
+AWAY, ON_DISK = "slipstream_kvstore_disk_unavailable", "slipstream_kvstore_blocks_nvme"
 N_BLOCKS = 21 - 1  # of the prompt's 82 tokens, whole blocks of four
 
 

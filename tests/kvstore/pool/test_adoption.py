@@ -200,5 +200,5 @@ async def test_requests_for_blocks_that_the_pool_evicted_are_counted(members: li
     lost = sorted(gone())
     one.pool.record_request(lost)
     figures = one.pool.metrics()
-    assert figures["slipstream_kvstore_evicted_wanted_pool_total"] == len(lost)
-    assert figures["slipstream_kvstore_evicted_wanted_pool_gap_seconds_total"] > 0
+    assert figures["slipstream_kvstore_evicted_rerequested_pool_total"] == len(lost)
+    assert figures["slipstream_kvstore_evicted_rerequested_pool_gap_seconds_total"] > 0

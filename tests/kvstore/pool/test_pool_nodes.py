@@ -26,7 +26,7 @@ from tests.support.processes.process_checks import all_gone, eventually
 from tests.support.recorded_spans import PARENT
 
 DRAM, POOL = CacheTier.CACHE_TIER_DRAM, CacheTier.CACHE_TIER_POOL
-AWAY = "slipstream_kvstore_pool_away"
+AWAY = "slipstream_kvstore_pool_unavailable"
 RESTARTS = "slipstream_kvstore_pool_agent_restarts_total"
 
 # One fleet for all tests; the last one ends it.

@@ -167,5 +167,5 @@ async def test_requests_for_blocks_that_left_the_list_are_counted() -> None:
         await pool.watch.update_inventory()
     pool.record_request(KEYS)
     figures = pool.metrics()
-    assert figures["slipstream_kvstore_evicted_wanted_pool_total"] == 2
-    assert figures["slipstream_kvstore_evicted_wanted_pool_gap_seconds_total"] > 0
+    assert figures["slipstream_kvstore_evicted_rerequested_pool_total"] == 2
+    assert figures["slipstream_kvstore_evicted_rerequested_pool_gap_seconds_total"] > 0

@@ -16,8 +16,8 @@ COUNTERS = {
     "slipstream_kvstore_hits_dram_total": 7,
     "slipstream_kvstore_hits_nvme_total": 3,
     "slipstream_kvstore_evictions_total": 20,
-    "slipstream_kvstore_evicted_wanted_total": 5,
-    "slipstream_kvstore_evicted_wanted_nvme_total": 1,
+    "slipstream_kvstore_evicted_rerequested_total": 5,
+    "slipstream_kvstore_evicted_rerequested_nvme_total": 1,
 }
 
 

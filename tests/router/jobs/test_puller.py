@@ -208,7 +208,7 @@ async def test_a_router_that_live_requests_keep_from_jobs_sees_the_queue(rig: Pu
         while any(puller.waiting != 2 for puller in pullers):
             await asyncio.sleep(0.01)
     assert not rig.executor.begun
-    assert all(puller.gauges()["slipstream_database_away"] == 0 for puller in pullers)
+    assert all(puller.gauges()["slipstream_database_unavailable"] == 0 for puller in pullers)
 
 
 async def test_a_database_that_is_away_is_a_figure(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ async def test_a_database_that_is_away_is_a_figure(tmp_path: Path) -> None:
     puller = rig.start("r1")
     try:
         async with asyncio.timeout(30):
-            while not puller.gauges()["slipstream_database_away"]:
+            while not puller.gauges()["slipstream_database_unavailable"]:
                 await asyncio.sleep(0.01)
     finally:
         await puller.close()

@@ -18,8 +18,8 @@ def test_status_says_that_the_pool_is_away() -> None:
             }
         )
 
-    assert state({"slipstream_kvstore_pool_away": 1.0}) == "ready, pool away"
-    assert state({"slipstream_kvstore_pool_away": 0.0}) == state({}) == "ready"
+    assert state({"slipstream_kvstore_pool_unavailable": 1.0}) == "ready, pool away"
+    assert state({"slipstream_kvstore_pool_unavailable": 0.0}) == state({}) == "ready"
 
 
 def test_the_number_of_masters_has_a_flag_of_its_own() -> None:
