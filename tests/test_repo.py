@@ -222,6 +222,20 @@ def test_a_public_class_name_exists_once() -> None:
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
+def test_no_private_class_has_the_name_of_a_public_one() -> None:
+    """Neither in the file of the public class nor in another one of the product."""
+    classes = [
+        (node.name, str(path.relative_to(ROOT)))
+        for path in _own_sources()
+        if path.relative_to(ROOT).parts[0] in PRODUCT
+        for node in _definitions(_tree(path).body)
+        if isinstance(node, ast.ClassDef)
+    ]
+    public = {name for name, _ in classes if not name.startswith("_")}
+    twins = [(name, path) for name, path in classes if name.startswith("_") and name.lstrip("_") in public]
+    assert twins == []
+
+
 def test_every_package_has_a_docstring() -> None:
     stated = ("services", "libs", "bench", "models")
     packages = [path for path in _own_sources() if path.name == "__init__.py"]

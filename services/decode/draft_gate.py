@@ -40,7 +40,7 @@ class GateLimits:
     margin: float = 0.02
 
 
-class _Phase(Enum):
+class _TrialPhase(Enum):
     """A trial of drafts passes all of them, one of plain steps is measured at once."""
 
     SETTLED = 0
@@ -58,7 +58,7 @@ class _Bucket:
     features: StepWindow
     n_sequences: int
     on: bool = False
-    phase: _Phase = _Phase.SETTLED
+    phase: _TrialPhase = _TrialPhase.SETTLED
     steps_left: int = 0
     other_ms: float | None = None  # the other way's cost at its last trial
     settled_ms: float = 0.0  # since the last trial
@@ -94,10 +94,10 @@ class DraftGate:
         `is_whole`: the drafter would have enough of the context of each sequence.
         """
         bucket = self._bucket(n_sequences, context_tokens)
-        if bucket.phase is _Phase.SETTLED and self._is_due(bucket):
+        if bucket.phase is _TrialPhase.SETTLED and self._is_due(bucket):
             self._begin(bucket)
-        elif bucket.phase is _Phase.GATHER and self._has_gathered(bucket, is_whole):
-            bucket.phase, bucket.steps_left = _Phase.SKIPPED, self.limits.skipped_steps
+        elif bucket.phase is _TrialPhase.GATHER and self._has_gathered(bucket, is_whole):
+            bucket.phase, bucket.steps_left = _TrialPhase.SKIPPED, self.limits.skipped_steps
         return self._mode(bucket)
 
     def wants_contexts(self, n_sequences: int, context_tokens: int) -> bool:
@@ -125,7 +125,7 @@ class DraftGate:
         if mode is not self._mode(bucket):
             return
         tokens = n_tokens / n_sequences
-        if bucket.phase is not _Phase.SETTLED:
+        if bucket.phase is not _TrialPhase.SETTLED:
             self._record_trial(bucket, elapsed_ms, tokens, n_drafts)
         else:
             factor = self.feature_factor if mode is DraftMode.FEATURES else 1.0
@@ -152,9 +152,9 @@ class DraftGate:
     # ---- trials
 
     def _mode(self, bucket: _Bucket) -> DraftMode:
-        if bucket.phase is _Phase.GATHER or (bucket.on and bucket.phase is _Phase.TRIAL):
+        if bucket.phase is _TrialPhase.GATHER or (bucket.on and bucket.phase is _TrialPhase.TRIAL):
             return DraftMode.FEATURES
-        if bucket.on or bucket.phase is not _Phase.SETTLED:
+        if bucket.on or bucket.phase is not _TrialPhase.SETTLED:
             return DraftMode.ON
         keeps_contexts = self._tried is not None or self._kept_steps > 0
         return DraftMode.FEATURES if keeps_contexts else DraftMode.OFF
@@ -179,9 +179,9 @@ class DraftGate:
         bucket.features.clear()
         bucket.trial_ms = bucket.trial_tokens = 0.0
         if bucket.on:
-            bucket.phase, bucket.steps_left = _Phase.TRIAL, self.limits.trial_steps
+            bucket.phase, bucket.steps_left = _TrialPhase.TRIAL, self.limits.trial_steps
         else:
-            bucket.phase, bucket.steps_left = _Phase.GATHER, self.limits.gather_steps
+            bucket.phase, bucket.steps_left = _TrialPhase.GATHER, self.limits.gather_steps
             self._tried, self._tried_steps, self._absent_steps = bucket, 0, 0
 
     def _has_gathered(self, bucket: _Bucket, is_whole: bool) -> bool:
@@ -191,14 +191,14 @@ class DraftGate:
         bucket.trial_ms += elapsed_ms
         bucket.trial_tokens += tokens
         bucket.steps_left -= 1
-        if bucket.phase is _Phase.GATHER:
+        if bucket.phase is _TrialPhase.GATHER:
             bucket.features.add(elapsed_ms, tokens, n_drafts)
-        elif bucket.phase is _Phase.TRIAL:
+        elif bucket.phase is _TrialPhase.TRIAL:
             bucket.trial.add(elapsed_ms, tokens, n_drafts)
             if bucket.steps_left <= 0 or self._is_slow_trial(bucket):
                 self._judge(bucket)
         elif bucket.steps_left <= 0:
-            bucket.phase, bucket.steps_left = _Phase.TRIAL, self.limits.trial_steps
+            bucket.phase, bucket.steps_left = _TrialPhase.TRIAL, self.limits.trial_steps
 
     def _is_slow_trial(self, bucket: _Bucket) -> bool:
         return (
@@ -215,7 +215,7 @@ class DraftGate:
 
     def _settle(self, bucket: _Bucket, excess_ms: float) -> None:
         """The trial has ended, and has cost `excess_ms`."""
-        bucket.phase = _Phase.SETTLED
+        bucket.phase = _TrialPhase.SETTLED
         bucket.settled_ms, bucket.settled_steps = 0.0, 0
         bucket.due_ms = min(excess_ms / self.limits.trial_share, self.limits.longest_pause_ms)
         if self._tried is bucket:

@@ -40,11 +40,11 @@ _PIECE_KEYS = 1024  # of a prefix that are read in one call, and one iteration o
 MAX_SWAPS = 64
 
 
-class _Message(Protocol):
+class _Serializable(Protocol):
     def SerializeToString(self) -> bytes: ...
 
 
-_Request = TypeVar("_Request", bound=_Message)
+_Request = TypeVar("_Request", bound=_Serializable)
 _Response = TypeVar("_Response")
 _Metadata = tuple[tuple[str, str], ...]
 
@@ -287,7 +287,7 @@ class EtcdClient:
 
 def _unary(
     channel: grpc.aio.Channel, method: str, response_type: type[_Response]
-) -> grpc.aio.UnaryUnaryMultiCallable[_Message, _Response]:
+) -> grpc.aio.UnaryUnaryMultiCallable[_Serializable, _Response]:
     return channel.unary_unary(
         f"/etcdserverpb.{method}",
         request_serializer=lambda message: message.SerializeToString(),

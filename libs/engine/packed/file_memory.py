@@ -16,7 +16,7 @@ _LEAST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Region:
+class _MappedRange:
     begin: int  # in the file
     memory: mmap.mmap
     address: int
@@ -32,7 +32,7 @@ class FileMemory:
         """Raises OSError when the file system has no room for `expected_bytes`."""
         self.used_bytes = 0
         self._descriptor = descriptor
-        self._regions: list[_Region] = []
+        self._regions: list[_MappedRange] = []
         self._grow(expected_bytes)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -58,7 +58,7 @@ class FileMemory:
         for region in self._regions:
             protect(region.address, len(region.memory))
 
-    def _grow(self, n_bytes: int) -> _Region:
+    def _grow(self, n_bytes: int) -> _MappedRange:
         page = mmap.ALLOCATIONGRANULARITY
         last = self._regions[-1] if self._regions else None
         begin = last.begin + len(last.memory) if last else 0
@@ -68,7 +68,7 @@ class FileMemory:
             raise OSError("this system reserves no room in files")
         reserve(self._descriptor, begin, size)
         memory = mmap.mmap(self._descriptor, size, mmap.MAP_SHARED, offset=begin)
-        region = _Region(begin, memory, ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+        region = _MappedRange(begin, memory, ctypes.addressof(ctypes.c_char.from_buffer(memory)))
         self._regions.append(region)
         self.used_bytes = begin
         return region

@@ -12,7 +12,7 @@ _WEIGHT = 0.1  # the weight of a new sample in the running means
 
 
 @dataclass(slots=True)
-class _Progress:
+class _SequenceProgress:
     computed_tokens: int
     prefilling: bool
 
@@ -22,7 +22,7 @@ class StepStats:
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        self._progress: dict[str, _Progress] = {}
+        self._progress: dict[str, _SequenceProgress] = {}
         self.prefill_tokens_per_s = 0.0
         self.decode_step_ms = 0.0
         # Of all steps so far.
@@ -36,7 +36,7 @@ class StepStats:
 
     def open(self, seq_id: str, *, computed_tokens: int, prefilling: bool) -> None:
         """Add a sequence that starts with KV of `computed_tokens` positions."""
-        self._progress[seq_id] = _Progress(computed_tokens, prefilling)
+        self._progress[seq_id] = _SequenceProgress(computed_tokens, prefilling)
 
     def close(self, seq_id: str) -> None:
         """Remove a released sequence. Idempotent."""

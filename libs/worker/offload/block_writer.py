@@ -43,7 +43,7 @@ _CLOSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Origin:
+class _WriteContext:
     """The tenant tag and the trace context of a block's request."""
 
     tenant: bytes
@@ -74,7 +74,7 @@ class BlockWriter:
         self._queues: dict[str, collections.deque[FullBlock]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._paused_until_s: dict[str, float] = {}
-        self._waiting: dict[tuple[str, bytes], _Origin] = {}
+        self._waiting: dict[tuple[str, bytes], _WriteContext] = {}
         self._pinning: set[asyncio.Future[tuple[FullBlock, ...]]] = set()
         self._closed = False
         self.pinned_blocks = 0
@@ -102,7 +102,7 @@ class BlockWriter:
         if not taken:
             return
         self.pinned_blocks += len(taken)
-        origin = _Origin(tenant_tag(salt), trace)
+        origin = _WriteContext(tenant_tag(salt), trace)
         self._waiting.update(dict.fromkeys(((endpoint, block.hash) for block in taken), origin))
         # After a failed step other blocks may already be in the pages. So the engine pins by hash, and
         # returns the blocks that it found.
@@ -170,7 +170,7 @@ class BlockWriter:
 
     def _next_batch(
         self, endpoint: str, queue: collections.deque[FullBlock]
-    ) -> tuple[list[FullBlock], _Origin]:
+    ) -> tuple[list[FullBlock], _WriteContext]:
         """Remove the first blocks of one tenant from the queue. Returns them with the first one's origin."""
         first = self._waiting[endpoint, queue[0].hash]
         batch = [queue.popleft()]
@@ -191,7 +191,7 @@ class BlockWriter:
         for block in blocks:
             self._waiting.pop((endpoint, block.hash), None)
 
-    async def _store(self, endpoint: str, batch: Sequence[FullBlock], origin: _Origin) -> None:
+    async def _store(self, endpoint: str, batch: Sequence[FullBlock], origin: _WriteContext) -> None:
         """Run both phases of one put. Raises SlipstreamError."""
         stub = kvstore_pb2_grpc.KvstoreServiceStub(self._peers.channel(endpoint))
         self.reservations += 1

@@ -39,7 +39,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(slots=True, eq=False)
-class _Lease:
+class _LentBlocks:
     blocks: Sequence[FullBlock]
     exported: Sequence[ExportedPage]
     expiry: asyncio.TimerHandle
@@ -56,7 +56,7 @@ class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
         self._transport = transport
         self._fingerprint = fingerprint
         self._max_blocks = int(MAX_LEASED_SHARE * exporter.n_pages)
-        self._leases: dict[str, _Lease] = {}
+        self._leases: dict[str, _LentBlocks] = {}
         self._pinning: set[asyncio.Task[tuple[FullBlock, ...]]] = set()
         self._names = PinNames()
         self._streams = PinServer(self, lambda lease_id: self._end(lease_id))
@@ -192,7 +192,7 @@ class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
         self, blocks: Sequence[FullBlock], exported: Sequence[ExportedPage], asked_ms: int
     ) -> tuple[str, float]:
         lease_id, lease_s = secrets.token_hex(16), bounded_lease_ms(asked_ms) / 1e3
-        self._leases[lease_id] = _Lease(blocks, exported, self._expire(lease_id, lease_s))
+        self._leases[lease_id] = _LentBlocks(blocks, exported, self._expire(lease_id, lease_s))
         return lease_id, lease_s
 
     def _expire(self, lease_id: str, lease_s: float) -> asyncio.TimerHandle:

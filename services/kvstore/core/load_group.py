@@ -21,7 +21,7 @@ _NVME, _POOL = CacheTier.CACHE_TIER_NVME, CacheTier.CACHE_TIER_POOL
 
 
 @dataclass(frozen=True, slots=True)
-class _Load:
+class _TierLoad:
     tier: CacheTier.ValueType
     pending: Promotion | PoolPromotion
     n_wanted: int
@@ -37,7 +37,7 @@ class LoadGroup:
     def __init__(self, promoter: Promoter | None, pool: PoolTier | None) -> None:
         self._promoter = promoter
         self._pool = pool
-        self._loads: list[_Load] = []
+        self._loads: list[_TierLoad] = []
 
     @property
     def from_disk(self) -> bool:
@@ -81,9 +81,9 @@ class LoadGroup:
             load.pending.close()
 
     def _add(self, tier: CacheTier.ValueType, pending: Promotion | PoolPromotion, n_wanted: int) -> None:
-        self._loads.append(_Load(tier, pending, n_wanted, tracing.begin("load")))
+        self._loads.append(_TierLoad(tier, pending, n_wanted, tracing.begin("load")))
 
-    def _end_span(self, load: _Load) -> None:
+    def _end_span(self, load: _TierLoad) -> None:
         if not load.span.is_recording():
             return
         tracing.annotate(

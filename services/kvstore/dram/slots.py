@@ -50,7 +50,7 @@ class Block(Generic[ValueT]):
 
 
 @dataclass(slots=True)
-class _Slab:
+class _MemorySlab:
     slot_bytes: int = 0  # 0: not cut yet
     taken: int = 0  # slots that are not free
     retired: bool = False
@@ -69,7 +69,7 @@ class SlotTable(Generic[ValueT]):
         self.quota = TenantQuota(int(whole * tenant_share)) if tenant_share < 1.0 else None
         self.slab_bytes = slab_bytes
         self._overhead_bytes = overhead_bytes
-        self._slabs = [_Slab() for _ in range(n_slabs)]
+        self._slabs = [_MemorySlab() for _ in range(n_slabs)]
         self._uncut = list(reversed(range(n_slabs)))
         self._free: dict[int, list[Slot]] = {}
         self._blocks: dict[bytes, Block[ValueT]] = {}
@@ -371,7 +371,7 @@ class SlotTable(Generic[ValueT]):
             self._evict_block(block)
         return True
 
-    def _may_be_cut_anew(self, slab: _Slab) -> bool:
+    def _may_be_cut_anew(self, slab: _MemorySlab) -> bool:
         return (
             not slab.retired
             and slab.taken == len(slab.blocks)

@@ -34,7 +34,7 @@ class RouterPeers:
         self._own = own
         self._dial = dial
         self._clock = clock
-        self._peers: dict[str, _Peer] = {}  # by instance
+        self._peers: dict[str, _PeerRouter] = {}  # by instance
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -71,11 +71,11 @@ class RouterPeers:
                     self._peers.pop(name).task.cancel()
             for name, worker in routers.items():
                 if name not in self._peers:
-                    peer = self._peers[name] = _Peer(worker)
+                    peer = self._peers[name] = _PeerRouter(worker)
                     peer.task = asyncio.create_task(self._follow(peer), name=f"router-peer-{name}")
             seen = await self._members.wait_changed(seen)
 
-    async def _follow(self, peer: _Peer) -> None:
+    async def _follow(self, peer: _PeerRouter) -> None:
         backoff = Backoff()
         while True:
             for _ in range(_TRIES):
@@ -90,19 +90,19 @@ class RouterPeers:
                 break
             await asyncio.sleep(backoff.pause_s())
 
-    async def _answers(self, peer: _Peer, channel: grpc.aio.Channel) -> bool:
+    async def _answers(self, peer: _PeerRouter, channel: grpc.aio.Channel) -> bool:
         """Whether the process at the other end is the peer."""
         stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
         status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=ANSWER_S)
         return (status.instance, status.incarnation) == (peer.worker.instance, peer.worker.incarnation)
 
-    async def _read(self, peer: _Peer, channel: grpc.aio.Channel) -> None:
+    async def _read(self, peer: _PeerRouter, channel: grpc.aio.Channel) -> None:
         stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
         async for response in stub.WatchLoad(worker_pb2.WatchLoadRequest(min_interval_ms=_INTERVAL_MS)):
             peer.report, peer.reported_s = response.load, self._clock()
 
 
-class _Peer:
+class _PeerRouter:
     """One router. Its task is set right after it is made."""
 
     task: asyncio.Task[None]

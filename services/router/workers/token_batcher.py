@@ -46,7 +46,7 @@ class PendingDelivery(Protocol):
         """Push the tokens."""
 
 
-class _Work:
+class _TaskWork:
     """A function that a task waits for."""
 
     def __init__(self, work: Callable[[], Any], done: asyncio.Future[Any]) -> None:
@@ -70,7 +70,7 @@ class TokenBatcher:
         self._loop = asyncio.get_running_loop()
         self._clock = clock or self._loop.time
         self._due: list[PendingDelivery] = []
-        self._queue: TenantFairQueue[PendingDelivery | _Work] = TenantFairQueue()
+        self._queue: TenantFairQueue[PendingDelivery | _TaskWork] = TenantFairQueue()
         self._is_slicing = False  # the next slice is scheduled
         self._behind_since_s = 0.0  # when the queue was empty for the last time
         self._caught_up: asyncio.Future[None] | None = None
@@ -94,7 +94,7 @@ class TokenBatcher:
         """The result of a short function, at once or in the order of the tenants."""
         if self._is_slicing or self._spent_s >= SLICE_S:
             done: asyncio.Future[T] = self._loop.create_future()
-            self._push(tenant, _Work(work, done))
+            self._push(tenant, _TaskWork(work, done))
             return await done
         began_s = self._clock()
         try:
@@ -143,7 +143,7 @@ class TokenBatcher:
 
     # ---- slices
 
-    def _push(self, tenant: Hashable, item: _Work) -> None:
+    def _push(self, tenant: Hashable, item: _TaskWork) -> None:
         self._queue.push(tenant, item)
         if not self._is_slicing:
             self._is_slicing, self._behind_since_s = True, self._clock()

@@ -59,10 +59,10 @@ def run_chat(options: ChatOptions, *, ask: Ask | None = None) -> bool:
     # Asked once: a second answer of the admin port may name other routers than the greeting.
     endpoint, tls = options.access.router()
     with Client(endpoint, api_key=options.access.api_key, tls=tls) as client:
-        return _Conversation(client, options, ask or line_reader()).run(endpoint)
+        return _ChatLoop(client, options, ask or line_reader()).run(endpoint)
 
 
-class _Conversation:
+class _ChatLoop:
     """The messages so far, and what the user types."""
 
     def __init__(self, client: Client, options: ChatOptions, ask: Ask) -> None:

@@ -57,7 +57,7 @@ class _Answer(io.RawIOBase):
         return self._peer.recv_into(buffer)
 
 
-class _Connection(http.client.HTTPConnection):
+class _MasterConnection(http.client.HTTPConnection):
     """One exchange within TIMEOUT_S: status line, headers and body together."""
 
     def __init__(self, address: str) -> None:
@@ -73,7 +73,7 @@ class _Connection(http.client.HTTPConnection):
 
 def fetch(address: str, path: str) -> str:
     """The body of a GET at HOST:PORT. Raises OSError; ends within TIMEOUT_S of the connection."""
-    connection = _Connection(address)
+    connection = _MasterConnection(address)
     try:
         connection.request("GET", path)
         response = connection.getresponse()

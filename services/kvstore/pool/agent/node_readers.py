@@ -43,7 +43,7 @@ class Element:
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _ReadTask:
     endpoint: str
     elements: Sequence[Element]
     deadline_s: float
@@ -79,7 +79,7 @@ class NodeReaders:
 
         A read that has not started by `deadline_s` fails; a running one goes on.
         """
-        job = _Job(endpoint, elements, deadline_s)
+        job = _ReadTask(endpoint, elements, deadline_s)
         with self._lock:
             reader = self._readers.get(endpoint)
             if reader is None:
@@ -109,7 +109,7 @@ class _Reader:
     """The thread and the engine that read from one node."""
 
     def __init__(self, open_engine: Callable[[], Any], clock_s: Callable[[], float]) -> None:
-        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[_ReadTask | None] = queue.SimpleQueue()
         self.busy_since_s: float | None = None
         self.idle_since_s = clock_s()
         self._open_engine = open_engine
@@ -150,7 +150,7 @@ class _Reader:
             log.warning("pool: no engine to read from %s: %s", endpoint, error)
         return self._engine is not None
 
-    def _transfer(self, job: _Job, arrived: list[bool]) -> None:
+    def _transfer(self, job: _ReadTask, arrived: list[bool]) -> None:
         """Record which elements arrived. The engine fails a stalled element after 2 s."""
         outstanding: dict[int, int] = {}  # one element per id: an id's status is that of its first element
         following, failed, sleep_s, in_vain = 0, False, _POLL_MIN_S, 0

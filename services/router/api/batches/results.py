@@ -24,7 +24,7 @@ class _Details(msgspec.Struct, gc=False):
     thinking_tokens: int = 0
 
 
-class _Usage(msgspec.Struct, gc=False):
+class _AnswerUsage(msgspec.Struct, gc=False):
     """The usage of an answer by the names of completions, of responses, and of messages."""
 
     prompt_tokens: int = 0
@@ -40,7 +40,7 @@ class _Usage(msgspec.Struct, gc=False):
 
 class _StoredAnswer(msgspec.Struct, gc=False):
     model: str = ""
-    usage: _Usage | None = None
+    usage: _AnswerUsage | None = None
 
 
 class ResultLines(msgspec.Struct, frozen=True, gc=False):
@@ -94,7 +94,7 @@ def add_tokens(first: TokenTotals, second: TokenTotals) -> TokenTotals:
     )
 
 
-def _tokens(usage: _Usage | None) -> TokenTotals:
+def _tokens(usage: _AnswerUsage | None) -> TokenTotals:
     if usage is None:
         return TokenTotals()
     prompt = usage.prompt_tokens_details or usage.input_tokens_details or _Details()

@@ -28,7 +28,7 @@ _HEADERS = {
 _NEVER_WAITS_BYTES = 32 << 10
 
 
-class _Response(web.StreamResponse):
+class _BufferedResponse(web.StreamResponse):
     # As for aiohttp's whole responses: the headers wait for the first write, which saves a packet.
     _send_headers_immediately = False
 
@@ -48,7 +48,7 @@ class EventStream:
         write_stall_s: float,
     ) -> None:
         """`headers` are asked for when they are sent."""
-        self.response = _Response(headers=_HEADERS)
+        self.response = _BufferedResponse(headers=_HEADERS)
         if request.version < HttpVersion11:
             self.response.force_close()  # without chunks, only the end of the connection ends the body
         self.answer: AnswerWriter | None = None

@@ -69,7 +69,7 @@ class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: Any = None
 
 
-class _Options(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
+class _RunOptions(msgspec.Struct, forbid_unknown_fields=True, rename="camel"):
     reject_if_busy: Flag = None
 
 
@@ -94,7 +94,7 @@ class _Body(SamplingBody, forbid_unknown_fields=True, gc=False):
     stop_token_ids: list[Any] | None = None
     logit_bias: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
-    options: _Options | None = None
+    options: _RunOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = None

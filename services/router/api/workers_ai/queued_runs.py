@@ -57,22 +57,22 @@ class _RunMessage(msgspec.Struct, gc=False):
     tool_calls: list[dict[str, Any]] | None = None
 
 
-class _Choice(msgspec.Struct, gc=False):
+class _RunChoice(msgspec.Struct, gc=False):
     message: _RunMessage
     finish_reason: str = ""
 
 
 class _Answered(msgspec.Struct, gc=False):
-    choices: list[_Choice]
+    choices: list[_RunChoice]
     usage: RunUsage
 
 
-class _Error(msgspec.Struct, gc=False):
+class _RunError(msgspec.Struct, gc=False):
     message: str = ""
 
 
 class _Failed(msgspec.Struct, gc=False):
-    error: _Error
+    error: _RunError
 
 
 class QueuedRuns:
