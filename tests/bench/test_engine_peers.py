@@ -97,7 +97,7 @@ def test_a_peer_receives_the_dtype_of_our_weights(tmp_path: Path, dtype: str, pa
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_transformers_loads_the_dtype_that_it_is_told(tmp_path: Path, dtype: str) -> None:
+def test_transformers_loads_the_given_dtype(tmp_path: Path, dtype: str) -> None:
     write_random_checkpoint(tmp_path, RandomCheckpoint(quantization="none"))
     peer = transformers_peer.load(PeerOptions(tmp_path, threads=1, max_batch=1, max_tokens=8, dtype=dtype))
     assert peer.dtype == dtype

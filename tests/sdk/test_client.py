@@ -194,7 +194,7 @@ def test_errors_are_typed(served: tuple[Scripted, str]) -> None:
         client.chat(MESSAGES, timeout_s=5)
 
 
-async def test_a_router_that_leaves_at_the_first_contact_is_nobodys_concern(
+async def test_the_client_survives_a_router_that_leaves_at_the_first_contact(
     served: tuple[Scripted, str],
 ) -> None:
     """Another process has its port, or its place behind one address; gRPC does not ask it by itself."""

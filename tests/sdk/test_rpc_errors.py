@@ -88,7 +88,7 @@ async def test_a_defect_leaves_as_internal_without_its_details_and_is_logged(
     assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [servicer.error]
 
 
-async def test_liveness_and_readiness_are_told_apart() -> None:
+async def test_liveness_and_readiness_differ() -> None:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     host = ServiceHost("127.0.0.1:0")

@@ -217,7 +217,7 @@ def test_drafts_that_end_an_object_too_early_are_cut_and_leave_no_trace(
     assert state.matcher.is_accepting()
 
 
-def test_keys_of_each_tool_call_are_told_apart(vocabulary: GrammarVocabulary, tokenizer: Tokenizer) -> None:
+def test_keys_of_each_tool_call_are_distinct(vocabulary: GrammarVocabulary, tokenizer: Tokenizer) -> None:
     tool = CallableTool("f", {"type": "object", "minProperties": 2, "additionalProperties": _NUMBER})
     special = tokenizer.special_ids
     rules = OutputConstraint(answer_grammar(None, [tool], special), awaits_calls=True)
@@ -252,7 +252,7 @@ def test_keys_of_each_tool_call_are_told_apart(vocabulary: GrammarVocabulary, to
         ),
     ],
 )
-def test_what_no_answer_could_hold_beside_told_keys_is_refused(
+def test_what_no_answer_could_have_beside_distinct_keys_is_refused(
     schema: Any, field: str, reason: str, vocabulary: GrammarVocabulary
 ) -> None:
     part = OutputFormat("json_schema", schema)
@@ -272,7 +272,7 @@ _STATING = '{"x-slipstream-distinct-keys": 3, "grammars": '
         OutputFormat("lark", 'start: "{" %json {"x-slipstream-distinct-keys": 3, "type": "null"}'),
     ],
 )
-def test_no_text_of_a_client_has_keys_told_apart(
+def test_no_text_of_a_client_makes_keys_distinct(
     output: OutputFormat, vocabulary: GrammarVocabulary, tokenizer: Tokenizer
 ) -> None:
     state = constraint_of(output, vocabulary)

@@ -228,7 +228,7 @@ async def test_what_cannot_work_is_refused_before_anything_starts(
     assert not fake.events("started")
 
 
-async def test_a_machine_without_mooncakes_libraries_is_told_in_one_line(
+async def test_missing_libraries_of_mooncake_are_an_error_of_one_line(
     fake: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config_check, "_MOONCAKE_LIBRARIES", {"libnowhere1": "libnowhere.so.1"})
@@ -241,7 +241,7 @@ async def test_a_machine_without_mooncakes_libraries_is_told_in_one_line(
 @pytest.mark.parametrize(
     ("free", "etcd", "needed"), [(143, None, "144, most of it for etcd's log"), (15, "127.0.0.1:1", "16$")]
 )
-async def test_a_disk_without_room_is_told_before_anything_starts(
+async def test_a_disk_without_room_is_an_error_before_anything_starts(
     fake: FakeCluster, monkeypatch: pytest.MonkeyPatch, free: int, etcd: str | None, needed: str
 ) -> None:
     real = os.statvfs(fake.config.run_dir)

@@ -251,7 +251,7 @@ def test_memory_of_one_tier_that_leaves_the_other_nothing_is_refused(
         ("[decode]\ndevice = 'cuda'", ("--device", "cpu"), ""),
     ],
 )
-def test_workers_of_one_device_are_told_what_each_may_take_of_it(
+def test_workers_of_one_device_get_the_share_that_each_may_take(
     tmp_path: Path,
     started: list[ClusterConfig],
     monkeypatch: pytest.MonkeyPatch,

@@ -124,7 +124,7 @@ async def test_lines_are_whole_where_a_part_is_written_at_a_time(
     assert (tmp_path / "cluster.log").read_bytes() == b"a-0        | the first\na-0        | and another\n"
 
 
-async def test_a_full_disk_costs_lines_and_is_told_once(
+async def test_a_full_disk_costs_lines_and_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problems: list[str] = []

@@ -58,7 +58,7 @@ async def test_calls_at_once_of_any_size_each_get_their_own(connection: GrpcConn
         assert b"".join(answer) == request
 
 
-async def test_a_refused_call_has_no_message_and_harms_no_other(connection: GrpcConnection) -> None:
+async def test_a_refused_call_has_no_message_and_others_go_on(connection: GrpcConnection) -> None:
     refused, served = await asyncio.gather(ask(connection, b""), ask(connection, b"x"))
     assert refused == []
     assert served == [b"a", b"x"]

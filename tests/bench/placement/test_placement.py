@@ -73,7 +73,7 @@ def computed(hardware: Hardware, *requests: TraceRequest) -> list[Run]:
     return Simulation(replace(hardware, prefill=PLAIN, n_prefill=1), RoundRobin()).run(requests)
 
 
-def test_a_worker_computes_the_shortest_and_gives_a_quarter_to_who_waited_for_too_long() -> None:
+def test_a_worker_computes_the_shortest_and_gives_a_quarter_to_the_overdue() -> None:
     long, short = request(0, 0.0, [1, 2, 3, 4]), request(1, 100.0, [9])  # 2,058 and 522 tokens
     first, second = computed(SMALL, long, short)
     assert second.ttft_ms == pytest.approx(522, rel=1e-3)

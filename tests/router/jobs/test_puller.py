@@ -145,7 +145,7 @@ async def test_the_jobs_of_a_router_that_dies_run_elsewhere(rig: PullerRig) -> N
     assert {job.attempt for job in await rig.tables.store.list_jobs("alice")} == {2}
 
 
-async def test_a_router_that_was_silent_begins_anew(rig: PullerRig) -> None:
+async def test_a_router_that_was_silent_registers_again(rig: PullerRig) -> None:
     await rig.tables.submit("a")
     rig.start("r1")
     await rig.until_begun(1)

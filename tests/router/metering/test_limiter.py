@@ -174,7 +174,7 @@ def test_without_a_database_each_router_has_an_equal_part() -> None:
     assert sum(router.passes() for _ in range(9)) == 2
 
 
-async def test_routers_share_a_limit_whoever_gets_the_requests(database: Database) -> None:
+async def test_routers_share_a_limit_in_any_split_of_requests(database: Database) -> None:
     clock = Clock()
     source = Source(RateLimits(requests_per_minute=100))
     routers = [

@@ -20,7 +20,7 @@ def test_a_worker_record_carries_its_region_and_old_records_have_none() -> None:
         Worker(Role.PREFILL, "p0", "127.0.0.1:1", "i-1", region="a/b")
 
 
-def test_a_worker_is_told_its_region() -> None:
+def test_a_worker_takes_its_region_from_its_setting() -> None:
     def region(*arguments: str) -> str:
         given = ["--instance", "p0", *arguments]
         return load_settings(
@@ -31,7 +31,7 @@ def test_a_worker_is_told_its_region() -> None:
     assert region() == ""
 
 
-def test_a_router_is_told_how_far_regions_are() -> None:
+def test_a_router_takes_distances_of_regions_from_its_setting() -> None:
     assert parse_region_ms("") == {}
     assert parse_region_ms("eu=0,us=80.5") == {"eu": 0.0, "us": 80.5}
     for wrong in ("eu", "=1", "eu=", "eu=-1", "eu=nan", "eu=soon"):

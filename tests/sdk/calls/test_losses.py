@@ -100,7 +100,7 @@ LOST = grpc.StatusCode.UNAVAILABLE
 
 
 @KINDS
-async def test_a_call_without_harm_outlasts_its_router(kind: type[Client | AsyncClient]) -> None:
+async def test_an_idempotent_call_outlasts_its_router(kind: type[Client | AsyncClient]) -> None:
     found, n_calls = await _made(kind, [LOST, Unavailable("away")], "batches.get", "batch_1")
     assert (found.id, n_calls) == ("batch_1", 3)
 

@@ -34,7 +34,7 @@ def test_check_finds_a_wrong_key_in_any_section(tmp_path: Path, tier: str) -> No
     assert f"[{tier}] no setting is named wrong_key_here" in refused.exception.message
 
 
-def test_check_asks_for_files_where_it_is_told(tmp_path: Path) -> None:
+def test_check_asks_for_files_where_the_flag_says_so(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text('[router]\napi_keys = "/none"\n')
     assert invoke("check", str(tmp_path / "c.toml")).exit_code == 0
     assert "/none cannot be read" in str(invoke("check", str(tmp_path / "c.toml"), "--files").exception)

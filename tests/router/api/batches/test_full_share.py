@@ -56,7 +56,7 @@ async def test_a_download_is_refused(faces: TwoFaces) -> None:
     assert b"".join(found) == line("a")
 
 
-async def test_stored_jobs_are_told_of(faces: TwoFaces) -> None:
+async def test_the_answer_names_stored_jobs_beyond_the_share(faces: TwoFaces) -> None:
     """A refused answer would be taken for refused jobs, which are sent again."""
     sent, stub = full_share(faces), JobServiceStub(faces.channel)
     request = jobs_pb2.SubmitJobsRequest(jobs=[JOB] * 500)

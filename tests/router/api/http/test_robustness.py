@@ -100,7 +100,7 @@ async def test_a_body_that_is_not_what_its_encoding_says_is_the_clients_fault(ro
         assert (await answer.json())["error"]["message"] == f"body: {bounds.BODY_FORMAT.words}"
 
 
-async def test_what_fails_after_the_status_is_told_in_the_stream_and_the_connection_goes_on(
+async def test_a_failure_after_the_status_is_in_the_stream_and_the_connection_goes_on(
     router: RouterServer, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> bytes:
@@ -173,7 +173,7 @@ async def test_garbage_is_refused_and_the_next_client_served(router: RouterServe
         assert answer.status == 200
 
 
-async def test_a_client_that_asks_first_is_told_to_send_its_body(router: RouterServer) -> None:
+async def test_a_client_that_expects_100_continue_gets_it(router: RouterServer) -> None:
     body = json.dumps({"messages": HELLO}).encode()
     head, _, _ = post(body).partition(b"\r\n\r\n")
     reader, writer = await connect(router)

@@ -22,7 +22,7 @@ from tests.router.conftest import HELLO, WAIT_S, chat_of, eventually, hasten_wri
 from tests.router.support.fake_cluster import FakeCluster
 
 
-async def test_a_client_that_reads_nothing_is_cut_off_and_harms_nobody(
+async def test_a_client_that_reads_nothing_is_cut_off_and_others_go_on(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
     letters = [card.tokenizer.encode_text(letter)[0] for letter in "abcdefgh"]

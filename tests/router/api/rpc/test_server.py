@@ -148,7 +148,7 @@ async def test_a_forced_call_begins_in_the_prompt(
     assert reply.usage.prompt_tokens == len(sent.prompt) // 4
 
 
-async def test_thinking_is_told_apart_and_not_stored(
+async def test_thinking_is_separate_and_not_stored(
     client: AsyncClient, cluster: FakeCluster, card: ModelCard
 ) -> None:
     encode = card.tokenizer.encode_text
