@@ -43,16 +43,10 @@ class DecodeApp(EngineApp):
             return None
         gate = DraftGate(is_forced=options.drafts == "on")
         if options.drafter == LOCAL:
-            self._speculation = LocalSpeculation(
-                draft_tokens=options.draft_tokens, max_sequences=options.draft_max_sequences, gate=gate
-            )
+            self._speculation = LocalSpeculation(draft_tokens=options.draft_tokens, gate=gate)
             return self._speculation
         self._fleet = await Fleet(discovery).__aenter__()
-        limits = DraftLimits(
-            draft_tokens=options.draft_tokens,
-            wait_cap_ms=options.draft_budget_ms,
-            max_sequences=options.draft_max_sequences,
-        )
+        limits = DraftLimits(draft_tokens=options.draft_tokens, wait_cap_ms=options.draft_budget_ms)
         self._speculation = RemoteSpeculation(self._find_drafter, limits, gate=gate, dial=options.dial())
         return self._speculation
 

@@ -54,16 +54,16 @@ class DraftControl:
 
     gate: DraftGate | None
     clock_ms: Callable[[], float]
-    max_sequences: int
     mode: DraftMode = DraftMode.OFF
     _running: dict[str, _RunningSequence] = field(default_factory=dict)
     _begun: _StepBegun | None = None
     _ended_ms: float | None = None
     _ended_ids: frozenset[str] = frozenset()
 
-    def open(self, seq_id: str, *, is_whole: bool, context_tokens: int) -> None:
-        """A sequence begins. `is_whole`: the features of its prompt's end are known."""
-        self._running[seq_id] = _RunningSequence(context_tokens, is_whole)
+    def open(self, seq_id: str, *, n_rows: int, context_tokens: int) -> None:
+        """A sequence begins. `n_rows`: of its prompt's end, whose features are known."""
+        has_all = n_rows >= max(context_tokens, 1)
+        self._running[seq_id] = _RunningSequence(context_tokens, has_all, n_rows)
 
     def close(self, seq_id: str) -> None:
         """A sequence ended. Idempotent."""
@@ -74,8 +74,6 @@ class DraftControl:
     def prompt_rows(self, context_tokens: int) -> int:
         """How many rows of its prompt one more sequence would use; 0 while drafts do not pay."""
         n_sequences = len(self._running) + 1
-        if n_sequences > self.max_sequences:
-            return 0
         total = context_tokens + sum(sequence.context_tokens for sequence in self._running.values())
         wanted = self.gate is None or self.gate.wants_contexts(n_sequences, total // n_sequences)
         return FEATURE_WINDOW_TOKENS if wanted else 0
@@ -84,7 +82,7 @@ class DraftControl:
         """The mode of the step that begins. `available`: there is a drafter."""
         n_sequences = len(self._running)
         context_tokens = self._mean_context()
-        if not available or not 0 < n_sequences <= self.max_sequences:
+        if not available or not n_sequences:
             self.mode = DraftMode.OFF
         elif self.gate is None:
             self.mode = DraftMode.ON

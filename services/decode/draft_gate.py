@@ -7,6 +7,7 @@ the other way from time to time. Trials take a bounded share of the time, whatev
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -23,49 +24,57 @@ class DraftMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GateLimits:
-    """`trial_share`: of all time, what trials of the worse way may cost. Steps are those of one bucket."""
+    """`trial_share`: of all time, what trials of the worse way may cost."""
 
     window_steps: int = 64
-    baseline_steps: int = 16  # known of a way before the other one is tried
+    baseline_steps: int = 16  # known of a bucket's plain steps before drafts are tried in it
     feature_steps: int = 6  # with features alone at least, before drafts are tried
     gather_steps: int = 160  # with features alone at most: until the contexts of all sequences are whole
-    skipped_steps: int = 2  # the first ones with drafts: the head takes in the context
+    skipped_steps: int = 16  # at most, until drafts come: a head takes in the contexts first
     trial_steps: int = 16
-    given_up_steps: int = 5  # after these, a trial at twice the cost ends
+    least_steps: int = 5  # after these, a trial with a clear verdict ends
+    clear_ratio: float = 1.5  # of costs by which a verdict is clear, over the root of steps and sequences
     checked_steps: int = 16  # how often drafts are compared with the last trial without them
     trial_share: float = 0.01
     longest_pause_ms: float = 120_000.0
-    absent_steps: int = 192  # of batches of other buckets, amid a trial of drafts: then it is given up
     kept_steps: int = 32  # with features in a batch without drafts, after the last step of one with drafts
     margin: float = 0.02
 
 
-class _TrialPhase(Enum):
-    """A trial of drafts passes all of them, one of plain steps is measured at once."""
+class _Trial(Enum):
+    """The stages of a trial of drafts, of all batches together."""
 
-    SETTLED = 0
+    NONE = 0
     GATHER = 1
     SKIPPED = 2
-    TRIAL = 3
+    DRAFTS = 3
 
 
 @dataclass(slots=True)
 class _Bucket:
     """Batches of about one size, with contexts of about one length."""
 
-    window: StepWindow
-    trial: StepWindow
-    features: StepWindow
+    key: tuple[int, int]
     n_sequences: int
+    window: StepWindow  # in the way that runs now
+    trial: StepWindow  # in the other way, or with features alone before that
     on: bool = False
-    phase: _TrialPhase = _TrialPhase.SETTLED
-    steps_left: int = 0
+    has_plain_trial: bool = False  # drafts are on, and steps without them are being tried
     other_ms: float | None = None  # the other way's cost at its last trial
     settled_ms: float = 0.0  # since the last trial
     settled_steps: int = 0
     due_ms: float = 0.0
-    trial_ms: float = 0.0  # all time of the running trial
-    trial_tokens: float = 0.0
+    plain_ms: float = 0.0  # all time of the running trial without drafts
+    plain_tokens: float = 0.0
+
+    def settle(self, due_ms: float) -> None:
+        """A trial has ended; the next one may begin in `due_ms`."""
+        self.settled_ms, self.settled_steps, self.due_ms = 0.0, 0, due_ms
+
+    def switch(self) -> None:
+        """The other way runs from now on."""
+        self.on = not self.on
+        self.window.clear()
 
 
 @dataclass(slots=True)
@@ -74,18 +83,20 @@ class DraftGate:
     tokens are judged apart; a new bucket begins with the verdict of its nearest neighbour, and with the pause
     of one with no more sequences.
 
-    Drafts are tried in one bucket at a time, once the contexts of its sequences are whole: a head that lacks
-    half of a context drafts half as well. Until the trial has ended, all batches compute features. So do
-    batches without drafts for some steps after one with drafts: most come between two of these."""
+    A trial of drafts is one of all batches: their number of sequences changes within a few steps, and drafts
+    that stop in between cost what the trial asks about. It begins once the contexts of all sequences are
+    whole: a head that lacks half of a context drafts half as well. It ends where one bucket has enough steps,
+    and judges all that have some. Batches without drafts keep features for some steps after one with drafts:
+    most come between two of these."""
 
     limits: GateLimits = field(default_factory=GateLimits)
     is_forced: bool = False  # drafts are always on; the gate measures what they cost
     feature_factor: float = 1.0  # a plain step with features, of one without
     setup: SetupCosts = field(default_factory=SetupCosts)
     _buckets: dict[tuple[int, int], _Bucket] = field(default_factory=dict)
-    _tried: _Bucket | None = None  # where drafts are being tried
-    _tried_steps: int = 0  # of all batches since that began
-    _absent_steps: int = 0  # of these, those of other buckets
+    _trial: _Trial = _Trial.NONE
+    _stage_steps: int = 0  # of all batches in this stage of the trial
+    _excess_ms: float = 0.0  # what the trial has cost so far
     _kept_steps: int = 0  # that still keep contexts whole after the last step with drafts
 
     def choose(self, n_sequences: int, context_tokens: int, *, is_whole: bool = True) -> DraftMode:
@@ -94,10 +105,11 @@ class DraftGate:
         `is_whole`: the drafter would have enough of the context of each sequence.
         """
         bucket = self._bucket(n_sequences, context_tokens)
-        if bucket.phase is _TrialPhase.SETTLED and self._is_due(bucket):
+        if self._is_due(bucket):
             self._begin(bucket)
-        elif bucket.phase is _TrialPhase.GATHER and self._has_gathered(bucket, is_whole):
-            bucket.phase, bucket.steps_left = _TrialPhase.SKIPPED, self.limits.skipped_steps
+        elif self._trial is _Trial.GATHER and self._has_gathered(is_whole):
+            self._measure_features()
+            self._enter(_Trial.SKIPPED)
         return self._mode(bucket)
 
     def wants_contexts(self, n_sequences: int, context_tokens: int) -> bool:
@@ -125,19 +137,19 @@ class DraftGate:
         if mode is not self._mode(bucket):
             return
         tokens = n_tokens / n_sequences
-        if bucket.phase is not _TrialPhase.SETTLED:
-            self._record_trial(bucket, elapsed_ms, tokens, n_drafts)
-        else:
+        if bucket.has_plain_trial:
+            self._record_plain(bucket, elapsed_ms, tokens)
+        elif bucket.on or not self._is_tried(bucket):
             factor = self.feature_factor if mode is DraftMode.FEATURES else 1.0
             bucket.window.add(elapsed_ms / factor, tokens, n_drafts)
             bucket.settled_ms += elapsed_ms
             bucket.settled_steps += 1
+        else:
+            self._excess_ms += elapsed_ms - tokens * bucket.window.cost_ms
+            if self._trial is not _Trial.SKIPPED:
+                bucket.trial.add(elapsed_ms, tokens, n_drafts)
         self._kept_steps = self.limits.kept_steps if bucket.on else max(self._kept_steps - 1, 0)
-        if self._tried is not None:
-            self._tried_steps += 1
-            self._absent_steps += bucket is not self._tried
-            if self._absent_steps >= self.limits.absent_steps:
-                self._give_up(self._tried)
+        self._advance(bucket, has_drafts=n_drafts >= n_sequences)
 
     def record_setup(self, setup_ms: float, n_tokens: int) -> None:
         """A sequence ended whose context took a head `setup_ms` to take in."""
@@ -147,109 +159,143 @@ class DraftGate:
         """The steps with drafts of this bucket; None before there are enough."""
         bucket = self._bucket(n_sequences, context_tokens)
         window = bucket.window if bucket.on else bucket.trial
-        return window if len(window) >= self.limits.given_up_steps else None
+        return window if len(window) >= self.limits.least_steps else None
 
     # ---- trials
 
     def _mode(self, bucket: _Bucket) -> DraftMode:
-        if bucket.phase is _TrialPhase.GATHER or (bucket.on and bucket.phase is _TrialPhase.TRIAL):
-            return DraftMode.FEATURES
-        if bucket.on or bucket.phase is not _TrialPhase.SETTLED:
+        if bucket.on:
+            return DraftMode.FEATURES if bucket.has_plain_trial else DraftMode.ON
+        if self._trial in (_Trial.SKIPPED, _Trial.DRAFTS) and self._is_tried(bucket):
             return DraftMode.ON
-        keeps_contexts = self._tried is not None or self._kept_steps > 0
+        keeps_contexts = self._trial is not _Trial.NONE or self._kept_steps > 0
         return DraftMode.FEATURES if keeps_contexts else DraftMode.OFF
 
-    def _is_due(self, bucket: _Bucket) -> bool:
-        if self.is_forced or len(bucket.window) < self.limits.baseline_steps:
-            return False
-        if bucket.on:
-            return bucket.settled_ms >= bucket.due_ms or self._is_slower(bucket)
-        return self._tried is None and bucket.settled_ms >= bucket.due_ms
+    def _is_tried(self, bucket: _Bucket) -> bool:
+        """Whether it takes part in the trial of drafts: its plain steps are known."""
+        return self._trial is not _Trial.NONE and len(bucket.window) >= self.limits.baseline_steps
 
-    def _is_slower(self, bucket: _Bucket) -> bool:
-        """Whether drafts now cost more than steps without them did; looked at once in a while."""
-        is_looked_at = bucket.settled_steps and not bucket.settled_steps % self.limits.checked_steps
-        if not is_looked_at or not bucket.window.is_full:
+    def _is_due(self, bucket: _Bucket) -> bool:
+        if self.is_forced or bucket.has_plain_trial or len(bucket.window) < self.limits.baseline_steps:
             return False
+        is_time = bucket.settled_ms >= bucket.due_ms
+        return (is_time or self._got_worse(bucket)) if bucket.on else is_time and self._trial is _Trial.NONE
+
+    def _got_worse(self, bucket: _Bucket) -> bool:
+        """Whether drafts now cost more than steps without them did; looked at once in a while."""
+        if not bucket.settled_steps or bucket.settled_steps % self.limits.checked_steps:
+            return False
+        if bucket.other_ms is None:
+            return bucket.window.is_full
         own_ms = (bucket.window.cost_ms + self._setup(bucket)) * (1 - self.limits.margin)
-        return bucket.other_ms is None or own_ms > bucket.other_ms
+        is_known = bucket.window.is_full or self._is_clear(bucket, len(bucket.window), bucket.other_ms)
+        return is_known and own_ms > bucket.other_ms
 
     def _begin(self, bucket: _Bucket) -> None:
-        bucket.trial.clear()
-        bucket.features.clear()
-        bucket.trial_ms = bucket.trial_tokens = 0.0
         if bucket.on:
-            bucket.phase, bucket.steps_left = _TrialPhase.TRIAL, self.limits.trial_steps
-        else:
-            bucket.phase, bucket.steps_left = _TrialPhase.GATHER, self.limits.gather_steps
-            self._tried, self._tried_steps, self._absent_steps = bucket, 0, 0
+            bucket.trial.clear()
+            bucket.has_plain_trial, bucket.plain_ms, bucket.plain_tokens = True, 0.0, 0.0
+            return
+        self._excess_ms = 0.0
+        self._enter(_Trial.GATHER)
 
-    def _has_gathered(self, bucket: _Bucket, is_whole: bool) -> bool:
-        return bucket.steps_left <= 0 or (is_whole and len(bucket.features) >= self.limits.feature_steps)
+    def _enter(self, trial: _Trial) -> None:
+        self._trial, self._stage_steps = trial, 0
+        if trial is not _Trial.NONE:
+            for bucket in self._closed():
+                bucket.trial.clear()
 
-    def _record_trial(self, bucket: _Bucket, elapsed_ms: float, tokens: float, n_drafts: int) -> None:
-        bucket.trial_ms += elapsed_ms
-        bucket.trial_tokens += tokens
-        bucket.steps_left -= 1
-        if bucket.phase is _TrialPhase.GATHER:
-            bucket.features.add(elapsed_ms, tokens, n_drafts)
-        elif bucket.phase is _TrialPhase.TRIAL:
-            bucket.trial.add(elapsed_ms, tokens, n_drafts)
-            if bucket.steps_left <= 0 or self._is_slow_trial(bucket):
-                self._judge(bucket)
-        elif bucket.steps_left <= 0:
-            bucket.phase, bucket.steps_left = _TrialPhase.TRIAL, self.limits.trial_steps
+    def _has_gathered(self, is_whole: bool) -> bool:
+        enough = self.limits.feature_steps if is_whole else self.limits.gather_steps
+        return self._stage_steps >= enough
 
-    def _is_slow_trial(self, bucket: _Bucket) -> bool:
-        return (
-            len(bucket.trial) >= self.limits.given_up_steps
-            and bucket.trial.cost_ms > 2 * bucket.window.cost_ms
-        )
+    def _measure_features(self) -> None:
+        for bucket in self._closed():
+            if len(bucket.trial) >= self.limits.least_steps:
+                ratio = bucket.trial.median_ms / max(bucket.window.median_ms, 1e-9)
+                self.feature_factor += 0.3 * (min(max(ratio, 1.0), 1.25) - self.feature_factor)
 
-    def _give_up(self, bucket: _Bucket) -> None:
-        """Batches of this bucket became too rare: nothing is known, and their next trial waits."""
-        excess_ms = max(bucket.trial_ms - bucket.trial_tokens * bucket.window.cost_ms, 0.0)
-        self._settle(
-            bucket, excess_ms + (self.feature_factor - 1) * self._tried_steps * bucket.window.median_ms
-        )
+    def _advance(self, bucket: _Bucket, *, has_drafts: bool) -> None:
+        """A step of this bucket was recorded."""
+        self._stage_steps += 1
+        if bucket.on or self._trial in (_Trial.NONE, _Trial.GATHER):
+            return
+        if self._trial is _Trial.SKIPPED:
+            if has_drafts or self._stage_steps >= self.limits.skipped_steps:
+                self._enter(_Trial.DRAFTS)
+        elif self._is_decided(bucket):
+            self._end()
 
-    def _settle(self, bucket: _Bucket, excess_ms: float) -> None:
-        """The trial has ended, and has cost `excess_ms`."""
-        bucket.phase = _TrialPhase.SETTLED
-        bucket.settled_ms, bucket.settled_steps = 0.0, 0
-        bucket.due_ms = min(excess_ms / self.limits.trial_share, self.limits.longest_pause_ms)
-        if self._tried is bucket:
-            self._tried = None
+    def _is_decided(self, bucket: _Bucket) -> bool:
+        """Whether the trial has enough steps: fewer where the verdict is clear."""
+        n_steps = len(bucket.trial)
+        if not self.limits.least_steps <= n_steps < self.limits.trial_steps:
+            return n_steps >= self.limits.trial_steps
+        return self._is_clear(bucket, n_steps, bucket.trial.cost_ms)
 
-    def _judge(self, bucket: _Bucket) -> None:
-        own_ms, other_ms = bucket.window.cost_ms, bucket.trial.cost_ms
-        if bucket.on:
-            own_ms, other_ms = own_ms + self._setup(bucket), other_ms / self.feature_factor
-        else:
-            ratio = bucket.features.median_ms / max(bucket.window.median_ms, 1e-9)
-            self.feature_factor += 0.3 * (min(max(ratio, 1.0), 1.25) - self.feature_factor)
-            other_ms += self._setup(bucket)
-        excess_ms = max(bucket.trial_ms - bucket.trial_tokens * own_ms, 0.0)
+    def _is_clear(self, bucket: _Bucket, n_steps: int, other_ms: float) -> bool:
+        """Whether the ways differ by more than their noise, the shorter one known from so many steps.
+
+        How many drafts of a sequence and step are right varies by about as much as their number.
+        """
+        gap = abs(math.log(max(other_ms, 1e-9) / max(bucket.window.cost_ms, 1e-9)))
+        return gap > self.limits.clear_ratio / math.sqrt(n_steps * bucket.n_sequences)
+
+    def _end(self) -> None:
+        """The trial of drafts has ended. Buckets with too few steps follow the nearest one that is judged."""
+        self._enter(_Trial.NONE)
+        excess_ms = max(self._excess_ms, 0.0)
+        closed = self._closed()
+        judged = {b.key: b for b in closed if len(b.trial) >= self.limits.least_steps}
+        for bucket in judged.values():
+            self._judge(bucket, bucket.trial.cost_ms + self._setup(bucket), excess_ms)
+        for bucket in closed:
+            if bucket.key not in judged:
+                self._follow(bucket, judged[min(judged, key=lambda key: _distance(bucket.key, key))])
+
+    def _follow(self, bucket: _Bucket, nearest: _Bucket) -> None:
+        is_known = len(bucket.window) >= self.limits.baseline_steps
+        if nearest.on and bucket.other_ms is None:
+            bucket.other_ms = bucket.window.cost_ms if is_known else None
+            bucket.switch()
+            bucket.settle(nearest.due_ms)
+        elif not nearest.on and (is_known or bucket.key[0] >= nearest.key[0]):
+            bucket.settle(nearest.due_ms)
+
+    def _record_plain(self, bucket: _Bucket, elapsed_ms: float, tokens: float) -> None:
+        bucket.plain_ms += elapsed_ms
+        bucket.plain_tokens += tokens
+        bucket.trial.add(elapsed_ms, tokens, 0)
+        if self._is_decided(bucket):
+            bucket.has_plain_trial = False
+            own_ms = bucket.window.cost_ms + self._setup(bucket)
+            excess_ms = max(bucket.plain_ms - bucket.plain_tokens * own_ms, 0.0)
+            self._judge(bucket, bucket.trial.cost_ms / self.feature_factor, excess_ms)
+
+    def _judge(self, bucket: _Bucket, other_ms: float, excess_ms: float) -> None:
+        """The other way costs `other_ms`, and to know it cost `excess_ms`."""
+        own_ms = bucket.window.cost_ms + (self._setup(bucket) if bucket.on else 0.0)
         if other_ms < own_ms * (1 - self.limits.margin):
-            bucket.on = not bucket.on
+            bucket.switch()
             # A trial of the way that is left now costs about what this one has saved.
             excess_ms = max(own_ms - other_ms, 0.0) * self.limits.trial_steps
             own_ms, other_ms = other_ms, own_ms
-            bucket.window.clear()
         bucket.other_ms = other_ms
-        self._settle(bucket, excess_ms)
+        bucket.settle(min(excess_ms / self.limits.trial_share, self.limits.longest_pause_ms))
 
     def _setup(self, bucket: _Bucket) -> float:
         """Share of a token in the setups of all sequences of the batch: each one delays the others."""
         return bucket.n_sequences * self.setup.ms_per_token
+
+    def _closed(self) -> list[_Bucket]:
+        return [bucket for bucket in self._buckets.values() if not bucket.on]
 
     def _bucket(self, n_sequences: int, context_tokens: int) -> _Bucket:
         key = n_sequences.bit_length(), max(context_tokens.bit_length() - 9, 0) // 2
         bucket = self._buckets.get(key)
         if bucket is None:
             steps = self.limits.window_steps
-            windows = StepWindow(steps), StepWindow(steps), StepWindow(steps)
-            bucket = _Bucket(*windows, n_sequences, on=self.is_forced)
+            bucket = _Bucket(key, n_sequences, StepWindow(steps), StepWindow(steps), on=self.is_forced)
             if self._buckets:
                 nearest_key = min(self._buckets, key=lambda other: _distance(key, other))
                 nearest = self._buckets[nearest_key]

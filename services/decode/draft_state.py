@@ -32,7 +32,6 @@ class DraftLimits:
     draft_tokens: int = 3
     wait_floor_ms: float = 2.0
     wait_cap_ms: float = 25.0
-    max_sequences: int = 16  # with more running than this, verifying drafts costs more than it saves
     max_in_flight: int = 4
     patience_ms: float = 100.0  # an answer overdue by this means: do not wait for this drafter
 
@@ -141,7 +140,7 @@ class DraftState:
     @property
     def drafting(self) -> bool:
         """Whether proposals are asked for at all."""
-        return self.connected and not self.paused and 0 < len(self._sequences) <= self.limits.max_sequences
+        return self.connected and not self.paused and bool(self._sequences)
 
     @property
     def has_message(self) -> bool:
@@ -211,11 +210,12 @@ class DraftState:
         return not any(sequence.wanted for sequence in self._sequences.values())
 
     def pause(self, paused: bool) -> None:
-        """Stop requesting drafts, or resume: the drafter first receives the rows that waited."""
-        if paused and not self.paused:
-            for sequence in self._sequences.values():
-                sequence.wanted, sequence.proposal = False, None
+        """Stop requesting drafts, or resume: proposals for the rows that waited may come in this step."""
+        if paused is self.paused:
+            return
         self.paused = paused
+        for sequence in self._sequences.values():
+            sequence.wanted, sequence.proposal = self.drafting and sequence.pending is not None, None
 
     def take_drafts(self) -> tuple[Mapping[str, Sequence[int]], tuple[str, ...]]:
         """(proposals for the step that begins now, sequences whose proposal did not come in time)."""

@@ -35,12 +35,11 @@ class LocalSpeculation:
         self,
         *,
         draft_tokens: int,
-        max_sequences: int,
         gate: DraftGate | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._draft_tokens = draft_tokens
-        self._control = DraftControl(gate, lambda: clock() * 1e3, max_sequences)
+        self._control = DraftControl(gate, lambda: clock() * 1e3)
         self._clock = clock
         self._head: DraftHead | None = None
         self._lock = threading.Lock()
@@ -81,7 +80,7 @@ class LocalSpeculation:
             if next_tokens is not None and features is not None and len(next_tokens):
                 n_rows = len(next_tokens)
                 self._rows[seq_id].append(ContextRows(seq_id, start_position, next_tokens, features))
-            self._control.open(seq_id, is_whole=n_rows > 0, context_tokens=start_position + n_rows)
+            self._control.open(seq_id, n_rows=n_rows, context_tokens=start_position + n_rows)
 
     def end(self, seq_id: str) -> int:
         """See `Speculation`; no answer can be late."""

@@ -30,7 +30,6 @@ class DecodeSettings(EngineSettings):
         choices=("auto", "on", "off"),
     )
     draft_budget_ms: float = setting("longest wait of a step for the drafter, milliseconds", default=25.0)
-    draft_max_sequences: int = setting("with more sequences running, no drafts are used", default=16)
     drafter: str = setting(
         "local: the draft head runs in this process; service: a drafter that discovery knows; HOST:PORT",
         default=SERVICE,

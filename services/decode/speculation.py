@@ -106,7 +106,7 @@ class RemoteSpeculation:
         self._dial = dial
         self._clock = clock
         self._state = DraftState(limits)
-        self._control = DraftControl(gate, lambda: clock() * 1e3, limits.max_sequences)
+        self._control = DraftControl(gate, lambda: clock() * 1e3)
         self._changed = threading.Condition()
         self._missed: Counter[str] = Counter()
         self.drafts_due = self.drafts_missed = 0  # so far, over all steps and sequences
@@ -148,7 +148,7 @@ class RemoteSpeculation:
         with self._changed:
             self._state.open(seq_id, trace=trace_metadata())
             rows = 0 if next_tokens is None else len(next_tokens)
-            self._control.open(seq_id, is_whole=rows > 0, context_tokens=start_position + rows)
+            self._control.open(seq_id, n_rows=rows, context_tokens=start_position + rows)
             if next_tokens is not None and features is not None:
                 self._state.extend(seq_id, start_position, next_tokens, features)
             self._wake_writer()
@@ -179,10 +179,13 @@ class RemoteSpeculation:
         """Proposals for the next step; waits a bounded moment for those on their way."""
         with self._changed:
             mode = self._control.begin(available=self._state.connected)
+            was_paused = self._state.paused
             self._state.pause(mode is not DraftMode.ON)
             if mode is not DraftMode.ON:
                 return {}
             self._state.min_confidence = self._control.least_confidence()
+            if was_paused:
+                self._wake_writer_from_engine()
             wait_ms = self._state.wait_ms(self._clock() * 1e3)
             if wait_ms:
                 self._changed.wait_for(lambda: self._state.complete, wait_ms / 1e3)
@@ -206,9 +209,11 @@ class RemoteSpeculation:
                     )
                 elif output.tokens:
                     self._state.skip(output.seq_id)
-            has_message = self._state.has_message
-        # A step that neither sends nor ends anything leaves the event loop alone.
-        if self._loop is not None and has_message and self._control.mode is not DraftMode.FEATURES:
+            self._wake_writer_from_engine()
+
+    def _wake_writer_from_engine(self) -> None:
+        """Under the lock. A step that neither sends nor ends anything leaves the event loop alone."""
+        if self._loop is not None and self._state.has_message:
             try:
                 self._loop.call_soon_threadsafe(self._to_send.set)
             except RuntimeError:  # the loop is closed: the process ends

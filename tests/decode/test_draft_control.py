@@ -50,24 +50,24 @@ def step(control: DraftControl, clock: Clock, outputs: list[StepOutput], *, setu
 
 def test_a_step_lasts_from_the_end_of_the_one_before() -> None:
     gate, clock = Recorder(), Clock()
-    control = DraftControl(gate, clock, 16)
-    control.open("a", is_whole=True, context_tokens=5)
+    control = DraftControl(gate, clock)
+    control.open("a", n_rows=5, context_tokens=5)
     step(control, clock, [output("a")])
     step(control, clock, [output("a")], setup_ms=50)
     step(control, clock, [output("a", finish=True)])
     control.close("a")
     assert gate.setup.ms_per_token == 50 / 3
     clock.now_ms += 1000  # idle
-    control.open("b", is_whole=True, context_tokens=5)
+    control.open("b", n_rows=5, context_tokens=5)
     step(control, clock, [output("b")])
-    control.open("c", is_whole=True, context_tokens=5)
+    control.open("c", n_rows=5, context_tokens=5)
     step(control, clock, [output("b")])  # "c" had no row
     assert gate.given == [(3, 1), (5, 1), (5, 1), (3, 1)]
 
 
 def test_a_context_is_whole_again_after_enough_rows() -> None:
-    control = DraftControl(None, Clock(), 16)
-    control.open("a", is_whole=True, context_tokens=5)
+    control = DraftControl(None, Clock())
+    control.open("a", n_rows=5, context_tokens=5)
     (sequence,) = control._running.values()
     step(control, Clock(), [output("a")])
     assert sequence.is_whole
@@ -78,22 +78,31 @@ def test_a_context_is_whole_again_after_enough_rows() -> None:
     assert sequence.is_whole
 
 
-def test_no_drafter_and_too_many_sequences_leave_steps_plain() -> None:
-    control = DraftControl(None, Clock(), 1)
-    control.open("a", is_whole=True, context_tokens=5)
+def test_a_step_is_plain_without_drafter_or_sequence() -> None:
+    control = DraftControl(None, Clock())
+    assert control.begin(available=True) is DraftMode.OFF
+    control.open("a", n_rows=5, context_tokens=5)
     assert control.begin(available=False) is DraftMode.OFF
     assert control.begin(available=True) is DraftMode.ON
-    control.open("b", is_whole=True, context_tokens=5)
-    assert control.begin(available=True) is DraftMode.OFF
 
 
 def test_a_prompt_brings_rows_where_its_sequence_may_have_drafts() -> None:
-    control = DraftControl(DraftGate(is_forced=True), Clock(), 2)
+    control = DraftControl(DraftGate(is_forced=True), Clock())
     assert control.prompt_rows(100) == FEATURE_WINDOW_TOKENS
-    assert DraftControl(DraftGate(), Clock(), 2).prompt_rows(100) == 0
-    for seq_id in "ab":
-        control.open(seq_id, is_whole=True, context_tokens=100)
-    assert control.prompt_rows(100) == 0, "with three sequences there are no drafts"
+    assert DraftControl(DraftGate(), Clock()).prompt_rows(100) == 0
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "context_tokens", "is_whole"),
+    [(0, 0, False), (0, 300, False), (60, 60, True), (60, 300, False), (WHOLE_ROWS, 300, True)],
+)
+def test_a_prompt_is_whole_with_all_its_rows_or_enough(
+    n_rows: int, context_tokens: int, is_whole: bool
+) -> None:
+    control = DraftControl(None, Clock())
+    control.open("a", n_rows=n_rows, context_tokens=context_tokens)
+    (sequence,) = control._running.values()
+    assert sequence.is_whole is is_whole
 
 
 async def test_closed_nothing_is_computed_kept_or_sent() -> None:

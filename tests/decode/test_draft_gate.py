@@ -68,7 +68,9 @@ def run(gate: DraftGate, machine: Machine, steps: int, *, sequences: int = 1, co
     for _ in range(steps):
         mode = gate.choose(sequences, context)
         elapsed_ms, n_tokens = machine.step(mode, sequences)
-        gate.record(mode, sequences, context, elapsed_ms=elapsed_ms, n_tokens=n_tokens, n_drafts=N_DRAFTS)
+        gate.record(
+            mode, sequences, context, elapsed_ms=elapsed_ms, n_tokens=n_tokens, n_drafts=N_DRAFTS * sequences
+        )
         ran.modes.append(mode)
         ran.elapsed_ms += elapsed_ms
         ran.tokens += n_tokens / sequences
@@ -129,7 +131,7 @@ def test_drafts_that_stop_paying_are_left_out_within_a_few_steps() -> None:
 
 def test_batches_and_lengths_are_judged_apart() -> None:
     gate = DraftGate()
-    run(gate, Machine(drafter_ms=0.2), 400)
+    run(gate, Machine(drafter_ms=0.2), 200)
     run(gate, Machine(drafter_ms=100.0), 400, sequences=8)
     run(gate, Machine(drafter_ms=100.0), 400, context=100_000)
     found = [gate.choose(1, 500), gate.choose(8, 500), gate.choose(1, 100_000)]
@@ -148,6 +150,16 @@ def test_a_new_bucket_does_not_begin_with_a_trial_where_drafts_lost_next_to_it()
     modes = [mode for n in (2, 4, 8, 16) for mode in run(gate, machine, 100, sequences=n).modes]
     assert set(modes) == {DraftMode.OFF}
     assert DraftMode.ON in run(gate, machine, 4000, sequences=4).modes, "it is tried in the end"
+
+
+def test_a_followed_verdict_that_costs_is_left_soon() -> None:
+    """Drafts are tried at one sequence, and lose at 16, where only plain steps are known."""
+    gate = DraftGate()
+    run(gate, Machine(base_ms=20.0), LIMITS.baseline_steps, sequences=16)
+    run(gate, Machine(base_ms=20.0), 200)
+    assert gate.choose(16, 500) is DraftMode.ON
+    modes = run(gate, Machine(base_ms=20.0, drafter_ms=90.0), 100, sequences=16).modes
+    assert modes.count(DraftMode.ON) <= 2 * LIMITS.checked_steps
 
 
 def test_a_small_batch_does_not_wait_because_drafts_lost_in_a_larger_one() -> None:
@@ -172,7 +184,7 @@ class Contexts:
             seed=machine.rng.randrange(1 << 30),
         )
         elapsed_ms, n_tokens = whole.step(mode, n)
-        gate.record(mode, n, 500, elapsed_ms=elapsed_ms, n_tokens=n_tokens, n_drafts=N_DRAFTS)
+        gate.record(mode, n, 500, elapsed_ms=elapsed_ms, n_tokens=n_tokens, n_drafts=N_DRAFTS * n)
         self.rows = [0 if mode is DraftMode.OFF else rows + 1 for rows in self.rows]
         return mode
 
@@ -201,14 +213,22 @@ def test_a_trial_goes_on_after_a_dip_of_the_batch() -> None:
     assert last.count(DraftMode.ON) > 450 and DraftMode.OFF not in last
 
 
-def test_a_trial_ends_where_its_batches_do_not_come_again() -> None:
-    gate, machine = DraftGate(), Machine(base_ms=4.0)
-    run(gate, machine, LIMITS.baseline_steps + 1, sequences=4)
-    ran = run(gate, machine, 3 * LIMITS.absent_steps)
-    assert set(ran.modes[: LIMITS.absent_steps]) == {DraftMode.FEATURES}, (
-        "they are gathered for four sequences"
-    )
-    assert set(ran.modes[-100:]) == {DraftMode.ON}, "the next trial is that of one sequence"
+def test_a_trial_goes_on_where_the_batch_became_another_one() -> None:
+    gate, machine = DraftGate(), Machine(base_ms=20.0)
+    modes = run(gate, machine, LIMITS.baseline_steps + 1, sequences=4).modes
+    assert modes[-1] is DraftMode.FEATURES
+    modes = run(gate, machine, 100).modes
+    assert set(modes[: LIMITS.baseline_steps]) == {DraftMode.FEATURES}, "its plain steps are not known"
+    assert set(modes[-50:]) == {DraftMode.ON}
+    assert gate.choose(4, 500) is DraftMode.ON, "it had no step of the trial, and follows"
+
+
+def test_a_clear_verdict_takes_fewer_steps_of_more_sequences() -> None:
+    tried = []
+    for sequences in (1, 16):
+        modes = run(DraftGate(), Machine(drafter_ms=12.0), 300, sequences=sequences).modes
+        tried.append(modes.count(DraftMode.ON))
+    assert tried[1] == LIMITS.least_steps + 1 <= tried[0] <= LIMITS.trial_steps + 1
 
 
 def test_drafts_that_cost_a_little_more_are_not_tried_again_and_again() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS
 from services.decode.draft_state import DraftLimits, DraftMessage, DraftState
 
-LIMITS = DraftLimits(draft_tokens=3, wait_cap_ms=20.0, max_sequences=4, max_in_flight=2, patience_ms=100.0)
+LIMITS = DraftLimits(draft_tokens=3, wait_cap_ms=20.0, max_in_flight=2, patience_ms=100.0)
 
 
 def rows(start: int, n: int) -> tuple[int, np.ndarray, np.ndarray]:
@@ -99,15 +99,22 @@ def test_steady_round_trips_are_waited_for_tightly_and_not_below_the_floor() -> 
     assert state.wait_ms(2000.0) == LIMITS.wait_floor_ms
 
 
-def test_too_many_sequences_only_extend() -> None:
-    state = connected_state(*"abcde")
-    for seq_id in "abcde":
-        state.extend(seq_id, *rows(0, 1))
-    message = state.take_message(0.0)
-    assert message is not None
-    assert message.draft_tokens == 0
-    assert len(message.rows) == 5
+def test_a_resumed_step_waits_for_drafts_of_the_rows_that_waited() -> None:
+    state = connected_state("a", "b")
+    state.extend("a", *rows(0, 1))
+    assert state.take_message(0.0) is not None
+    state.answer("a", 2, [1], 5.0)
+    state.pause(True)
+    state.extend("a", *rows(1, 1))
+    assert state.take_message(10.0) is None and state.complete
+    state.pause(False)
+    assert state.has_message and not state.complete
+    assert state.wait_ms(10.0) > 0
+    message = state.take_message(10.0)
+    assert message is not None and message.draft_tokens == LIMITS.draft_tokens
+    state.answer("a", 3, [7], 12.0)
     assert state.complete
+    assert state.take_drafts() == ({"a": (7,)}, ())
 
 
 def test_slow_drafter_gets_joined_rows() -> None:

@@ -44,7 +44,7 @@ class StrictHead(FakeHead):
 
 
 def local(head: FakeHead, gate: DraftGate | None = None) -> LocalSpeculation:
-    speculation = LocalSpeculation(draft_tokens=3, max_sequences=16, gate=gate)
+    speculation = LocalSpeculation(draft_tokens=3, gate=gate)
     speculation.load(head)
     return speculation
 
@@ -137,7 +137,7 @@ async def test_text_is_the_same_while_the_gate_switches(seed: int) -> None:
 
 
 def test_steps_without_drafts_ask_for_no_features() -> None:
-    speculation = LocalSpeculation(draft_tokens=3, max_sequences=16)
+    speculation = LocalSpeculation(draft_tokens=3)
     speculation.open("a")
     assert speculation.drafts() == {}
     assert not speculation.wants_features  # no head yet

@@ -1,0 +1,117 @@
+"""The gate behind DraftControl, while 16 streams end and begin: it opens soon, or stays closed cheaply."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from libs.engine.step.types import StepOutput
+from services.decode.draft_control import DraftControl
+from services.decode.draft_gate import DraftGate, DraftMode
+
+N_DRAFTS = 3
+_ROW = np.zeros((1, 1), np.float32)
+
+
+@dataclass
+class Stream:
+    """A sequence at its decode worker. `is_fed`: the drafter knew its newest position before this step."""
+
+    context: int
+    left: int
+    is_fed: bool = False
+
+
+@dataclass
+class Replay:
+    """`streams` clients, each with its next turn when the last one has ended; one prefill worker in front.
+
+    A drafter hears of a sequence after its first step with drafts, and proposes from the second one on.
+    """
+
+    streams: int
+    step_ms: float
+    draft_step_ms: float
+    prefill_ms: float = 30.0
+    accepted: float = 2.0
+    whole: float = 128.0  # rows from which drafts are as good as ever
+    seed: int = 1
+    now_ms: float = 0.0
+    modes: list[DraftMode] = field(default_factory=list)
+    spent_ms: float = 0.0  # of steps
+    tokens: float = 0.0  # of each running sequence
+
+    def __post_init__(self) -> None:
+        self.rng = Random(self.seed)
+        self.control = DraftControl(DraftGate(), lambda: self.now_ms)
+        self.running: dict[str, Stream] = {}
+        self.ready_ms = [self.prefill_ms * (number + 1) for number in range(self.streams)]
+        self.n_begun = 0
+
+    def run(self, steps: int) -> list[DraftMode]:
+        for _ in range(steps):
+            self._arrive()
+            self._step()
+        return self.modes[-steps:]
+
+    def _arrive(self) -> None:
+        if not self.running:
+            self.now_ms = max(self.now_ms, min(self.ready_ms))
+        for ready_ms in [ready_ms for ready_ms in self.ready_ms if ready_ms <= self.now_ms]:
+            self.ready_ms.remove(ready_ms)
+            seq_id, context = f"{self.n_begun}", self.rng.randint(150, 600)
+            self.n_begun += 1
+            n_rows = self.control.prompt_rows(context)
+            self.running[seq_id] = Stream(context, self.rng.randint(20, 160))
+            self.control.open(seq_id, n_rows=min(n_rows, context), context_tokens=context)
+
+    def _step(self) -> None:
+        mode = self.control.begin(available=True)
+        outputs, n_drafts = [], 0
+        for seq_id, stream in list(self.running.items()):
+            has_drafts = mode is DraftMode.ON and stream.is_fed
+            n_drafts += N_DRAFTS * has_drafts
+            n_right = sum(self.rng.random() < self.accepted / N_DRAFTS for _ in range(N_DRAFTS * has_drafts))
+            n_tokens = min(1 + n_right, stream.left)
+            stream.left -= n_tokens
+            stream.context += n_tokens
+            stream.is_fed = mode is DraftMode.ON
+            features = None if mode is DraftMode.OFF else _ROW
+            finish: Literal["stop"] | None = None if stream.left else "stop"
+            outputs.append(
+                StepOutput(seq_id, (1,) * n_tokens, stream.context, features=features, finish=finish)
+            )
+            self.tokens += n_tokens / len(self.running)
+        step_ms = self.draft_step_ms if n_drafts else self.step_ms * (1.0 if mode is DraftMode.OFF else 1.05)
+        step_ms *= self.rng.uniform(0.95, 1.05)
+        self.now_ms += step_ms
+        self.spent_ms += step_ms
+        self.control.end(outputs, n_drafts)
+        for output in outputs:
+            if output.finish is not None:
+                del self.running[output.seq_id]
+                self.control.close(output.seq_id)
+                self.ready_ms.append(max([*self.ready_ms, self.now_ms]) + self.prefill_ms)
+        self.modes.append(mode)
+
+
+# A prompt in 100 ms keeps about six of 16 clients decoding: the batch is of another size every few steps.
+@pytest.mark.parametrize("prefill_ms", [5.0, 30.0, 100.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_gate_opens_within_300_steps_of_16_changing_streams(prefill_ms: float, seed: int) -> None:
+    replay = Replay(16, 20.0, 26.0, prefill_ms=prefill_ms, seed=seed)
+    replay.run(300)
+    assert replay.run(300).count(DraftMode.ON) > 270
+
+
+@pytest.mark.parametrize("streams", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_gate_that_does_not_pay_stays_closed_at_little_cost(streams: int, seed: int) -> None:
+    replay = Replay(streams, 4.0, 16.0, seed=seed)
+    modes = replay.run(6000)
+    assert modes.count(DraftMode.ON) < 200
+    assert replay.spent_ms / replay.tokens < 1.02 * replay.step_ms
