@@ -128,6 +128,7 @@ class DraftControl:
                 elapsed_ms=now_ms - began_ms - begun.setup_ms,
                 n_tokens=sum(len(output.tokens) for output in outputs),
                 n_drafts=n_drafts,
+                setup_ms=begun.setup_ms,
             )
         done = any(output.finish is not None or output.failure is not None for output in outputs)
         self._ended_ms, self._ended_ids = (None, frozenset()) if done else (now_ms, ids)

@@ -32,6 +32,7 @@ class GateLimits:
     gather_steps: int = 160  # with features alone at most: until the contexts of all sequences are whole
     skipped_steps: int = 16  # at most, until drafts come: a head takes in the contexts first
     trial_steps: int = 16
+    absent_steps: int = 128  # of a trial, without enough of any bucket: then it is given up
     least_steps: int = 5  # after these, a trial with a clear verdict ends
     clear_ratio: float = 1.5  # of costs by which a verdict is clear, over the root of steps and sequences
     checked_steps: int = 16  # how often drafts are compared with the last trial without them
@@ -126,9 +127,11 @@ class DraftGate:
         elapsed_ms: float,
         n_tokens: int,
         n_drafts: int = 0,
+        setup_ms: float = 0.0,
     ) -> None:
         """A step took `elapsed_ms`, from the end of the step before it, and gave `n_tokens`.
 
+        `setup_ms` went into contexts besides: a cost of the trial, and of whole sequences (`record_setup`).
         A step in another mode than `choose` said (the drafter was gone) is not counted.
         """
         if n_sequences < 1 or n_tokens < 1:
@@ -144,8 +147,9 @@ class DraftGate:
             bucket.window.add(elapsed_ms / factor, tokens, n_drafts)
             bucket.settled_ms += elapsed_ms
             bucket.settled_steps += 1
+            self._excess_ms += elapsed_ms * (1 - 1 / factor)
         else:
-            self._excess_ms += elapsed_ms - tokens * bucket.window.cost_ms
+            self._excess_ms += elapsed_ms + setup_ms - tokens * bucket.window.cost_ms
             if self._trial is not _Trial.SKIPPED:
                 bucket.trial.add(elapsed_ms, tokens, n_drafts)
         self._kept_steps = self.limits.kept_steps if bucket.on else max(self._kept_steps - 1, 0)
@@ -172,8 +176,9 @@ class DraftGate:
         return DraftMode.FEATURES if keeps_contexts else DraftMode.OFF
 
     def _is_tried(self, bucket: _Bucket) -> bool:
-        """Whether it takes part in the trial of drafts: its plain steps are known."""
-        return self._trial is not _Trial.NONE and len(bucket.window) >= self.limits.baseline_steps
+        """Whether it takes part in the trial of drafts: its plain steps are known, and its pause is over."""
+        is_known = len(bucket.window) >= self.limits.baseline_steps
+        return self._trial is not _Trial.NONE and is_known and bucket.settled_ms >= bucket.due_ms
 
     def _is_due(self, bucket: _Bucket) -> bool:
         if self.is_forced or bucket.has_plain_trial or len(bucket.window) < self.limits.baseline_steps:
@@ -223,7 +228,7 @@ class DraftGate:
         if self._trial is _Trial.SKIPPED:
             if has_drafts or self._stage_steps >= self.limits.skipped_steps:
                 self._enter(_Trial.DRAFTS)
-        elif self._is_decided(bucket):
+        elif self._is_decided(bucket) or self._stage_steps >= self.limits.absent_steps:
             self._end()
 
     def _is_decided(self, bucket: _Bucket) -> bool:
@@ -243,15 +248,20 @@ class DraftGate:
 
     def _end(self) -> None:
         """The trial of drafts has ended. Buckets with too few steps follow the nearest one that is judged."""
+        closed, excess_ms = self._closed(), max(self._excess_ms, 0.0)
+        tried = [bucket for bucket in closed if self._is_tried(bucket)]
         self._enter(_Trial.NONE)
-        excess_ms = max(self._excess_ms, 0.0)
-        closed = self._closed()
         judged = {b.key: b for b in closed if len(b.trial) >= self.limits.least_steps}
         for bucket in judged.values():
             self._judge(bucket, bucket.trial.cost_ms + self._setup(bucket), excess_ms)
-        for bucket in closed:
+        for bucket in closed if judged else []:
             if bucket.key not in judged:
                 self._follow(bucket, judged[min(judged, key=lambda key: _distance(bucket.key, key))])
+        for bucket in tried if not judged else []:
+            bucket.settle(self._pause_ms(excess_ms))
+
+    def _pause_ms(self, excess_ms: float) -> float:
+        return min(excess_ms / self.limits.trial_share, self.limits.longest_pause_ms)
 
     def _follow(self, bucket: _Bucket, nearest: _Bucket) -> None:
         is_known = len(bucket.window) >= self.limits.baseline_steps
@@ -281,7 +291,7 @@ class DraftGate:
             excess_ms = max(own_ms - other_ms, 0.0) * self.limits.trial_steps
             own_ms, other_ms = other_ms, own_ms
         bucket.other_ms = other_ms
-        bucket.settle(min(excess_ms / self.limits.trial_share, self.limits.longest_pause_ms))
+        bucket.settle(self._pause_ms(excess_ms))
 
     def _setup(self, bucket: _Bucket) -> float:
         """Share of a token in the setups of all sequences of the batch: each one delays the others."""

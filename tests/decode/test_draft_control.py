@@ -21,7 +21,7 @@ class Recorder(DraftGate):
         self.given: list[tuple[float, int]] = []
 
     def record(  # type: ignore[no-untyped-def]
-        self, mode, n_sequences, context_tokens, *, elapsed_ms, n_tokens, n_drafts=0
+        self, mode, n_sequences, context_tokens, *, elapsed_ms, n_tokens, n_drafts=0, setup_ms=0.0
     ) -> None:
         self.given.append((elapsed_ms, n_tokens))
 

@@ -152,6 +152,30 @@ def test_a_new_bucket_does_not_begin_with_a_trial_where_drafts_lost_next_to_it()
     assert DraftMode.ON in run(gate, machine, 4000, sequences=4).modes, "it is tried in the end"
 
 
+def test_a_large_batch_in_its_pause_has_no_part_in_the_trial_of_a_small_one() -> None:
+    gate, machine = DraftGate(), Machine(drafter_ms=90.0)
+    run(gate, machine, 100, sequences=16)
+    run(gate, machine, LIMITS.baseline_steps + 1)
+    modes = run(gate, machine, 1000, sequences=16).modes
+    assert set(modes[:50]) == {DraftMode.FEATURES}, "the trial waits"
+    assert DraftMode.ON not in modes and modes[-1] is DraftMode.OFF, "and is given up"
+
+
+def test_a_trial_that_took_in_long_contexts_waits_as_long() -> None:
+    pauses = []
+    for setup_ms in (0.0, 5000.0):
+        gate, machine = DraftGate(), Machine(drafter_ms=12.0)
+        for _ in range(100):
+            mode = gate.choose(1, 500)
+            elapsed_ms, n_tokens = machine.step(mode)
+            setup = setup_ms if mode is DraftMode.ON else 0.0
+            gate.record(
+                mode, 1, 500, elapsed_ms=elapsed_ms, n_tokens=n_tokens, n_drafts=N_DRAFTS, setup_ms=setup
+            )
+        pauses.append(gate._bucket(1, 500).due_ms)
+    assert pauses[1] == LIMITS.longest_pause_ms > pauses[0]
+
+
 def test_a_followed_verdict_that_costs_is_left_soon() -> None:
     """Drafts are tried at one sequence, and lose at 16, where only plain steps are known."""
     gate = DraftGate()
