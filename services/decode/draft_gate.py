@@ -42,7 +42,7 @@ class GateLimits:
     margin: float = 0.02
 
 
-class _Trial(Enum):
+class _TrialPhase(Enum):
     """The stages of a trial of drafts, of all batches together."""
 
     NONE = 0
@@ -95,7 +95,7 @@ class DraftGate:
     feature_factor: float = 1.0  # a plain step with features, of one without
     setup: SetupCosts = field(default_factory=SetupCosts)
     _buckets: dict[tuple[int, int], _Bucket] = field(default_factory=dict)
-    _trial: _Trial = _Trial.NONE
+    _trial: _TrialPhase = _TrialPhase.NONE
     _stage_steps: int = 0  # of all batches in this stage of the trial
     _excess_ms: float = 0.0  # what the trial has cost so far
     _kept_steps: int = 0  # that still keep contexts whole after the last step with drafts
@@ -108,9 +108,9 @@ class DraftGate:
         bucket = self._bucket(n_sequences, context_tokens)
         if self._is_due(bucket):
             self._begin(bucket)
-        elif self._trial is _Trial.GATHER and self._has_gathered(is_whole):
+        elif self._trial is _TrialPhase.GATHER and self._has_gathered(is_whole):
             self._measure_features()
-            self._enter(_Trial.SKIPPED)
+            self._enter(_TrialPhase.SKIPPED)
         return self._mode(bucket)
 
     def wants_contexts(self, n_sequences: int, context_tokens: int) -> bool:
@@ -150,7 +150,7 @@ class DraftGate:
             self._excess_ms += elapsed_ms * (1 - 1 / factor)
         else:
             self._excess_ms += elapsed_ms + setup_ms - tokens * bucket.window.cost_ms
-            if self._trial is not _Trial.SKIPPED:
+            if self._trial is not _TrialPhase.SKIPPED:
                 bucket.trial.add(elapsed_ms, tokens, n_drafts)
         self._kept_steps = self.limits.kept_steps if bucket.on else max(self._kept_steps - 1, 0)
         self._advance(bucket, has_drafts=n_drafts >= n_sequences)
@@ -170,23 +170,25 @@ class DraftGate:
     def _mode(self, bucket: _Bucket) -> DraftMode:
         if bucket.on:
             return DraftMode.FEATURES if bucket.has_plain_trial else DraftMode.ON
-        if self._trial in (_Trial.SKIPPED, _Trial.DRAFTS) and self._is_tried(bucket):
+        if self._trial in (_TrialPhase.SKIPPED, _TrialPhase.DRAFTS) and self._is_tried(bucket):
             return DraftMode.ON
-        keeps_contexts = self._trial is not _Trial.NONE or self._kept_steps > 0
+        keeps_contexts = self._trial is not _TrialPhase.NONE or self._kept_steps > 0
         return DraftMode.FEATURES if keeps_contexts else DraftMode.OFF
 
     def _is_tried(self, bucket: _Bucket) -> bool:
         """Whether it takes part in the trial of drafts: its plain steps are known, and its pause is over."""
         is_known = len(bucket.window) >= self.limits.baseline_steps
-        return self._trial is not _Trial.NONE and is_known and bucket.settled_ms >= bucket.due_ms
+        return self._trial is not _TrialPhase.NONE and is_known and bucket.settled_ms >= bucket.due_ms
 
     def _is_due(self, bucket: _Bucket) -> bool:
         if self.is_forced or bucket.has_plain_trial or len(bucket.window) < self.limits.baseline_steps:
             return False
         is_time = bucket.settled_ms >= bucket.due_ms
-        return (is_time or self._got_worse(bucket)) if bucket.on else is_time and self._trial is _Trial.NONE
+        return (
+            (is_time or self._is_slower(bucket)) if bucket.on else is_time and self._trial is _TrialPhase.NONE
+        )
 
-    def _got_worse(self, bucket: _Bucket) -> bool:
+    def _is_slower(self, bucket: _Bucket) -> bool:
         """Whether drafts now cost more than steps without them did; looked at once in a while."""
         if not bucket.settled_steps or bucket.settled_steps % self.limits.checked_steps:
             return False
@@ -202,11 +204,11 @@ class DraftGate:
             bucket.has_plain_trial, bucket.plain_ms, bucket.plain_tokens = True, 0.0, 0.0
             return
         self._excess_ms = 0.0
-        self._enter(_Trial.GATHER)
+        self._enter(_TrialPhase.GATHER)
 
-    def _enter(self, trial: _Trial) -> None:
+    def _enter(self, trial: _TrialPhase) -> None:
         self._trial, self._stage_steps = trial, 0
-        if trial is not _Trial.NONE:
+        if trial is not _TrialPhase.NONE:
             for bucket in self._closed():
                 bucket.trial.clear()
 
@@ -223,11 +225,11 @@ class DraftGate:
     def _advance(self, bucket: _Bucket, *, has_drafts: bool) -> None:
         """A step of this bucket was recorded."""
         self._stage_steps += 1
-        if bucket.on or self._trial in (_Trial.NONE, _Trial.GATHER):
+        if bucket.on or self._trial in (_TrialPhase.NONE, _TrialPhase.GATHER):
             return
-        if self._trial is _Trial.SKIPPED:
+        if self._trial is _TrialPhase.SKIPPED:
             if has_drafts or self._stage_steps >= self.limits.skipped_steps:
-                self._enter(_Trial.DRAFTS)
+                self._enter(_TrialPhase.DRAFTS)
         elif self._is_decided(bucket) or self._stage_steps >= self.limits.absent_steps:
             self._end()
 
@@ -250,7 +252,7 @@ class DraftGate:
         """The trial of drafts has ended. Buckets with too few steps follow the nearest one that is judged."""
         closed, excess_ms = self._closed(), max(self._excess_ms, 0.0)
         tried = [bucket for bucket in closed if self._is_tried(bucket)]
-        self._enter(_Trial.NONE)
+        self._enter(_TrialPhase.NONE)
         judged = {b.key: b for b in closed if len(b.trial) >= self.limits.least_steps}
         for bucket in judged.values():
             self._judge(bucket, bucket.trial.cost_ms + self._setup(bucket), excess_ms)
