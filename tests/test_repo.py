@@ -27,6 +27,7 @@ DOCS = sorted(
 )
 MAX_FILE_LINES = 400
 MAX_FOLDER_MODULES = 16
+MAX_DECISION_WORDS = 300
 MAX_FUNCTION_LINES = 60
 # Files whose functions may be longer, with the reason.
 LONG_FUNCTIONS = {
@@ -191,6 +192,12 @@ def test_no_file_exceeds_its_line_limit() -> None:
         if (n := len(p.read_text().splitlines())) > MAX_FILE_LINES
     }
     assert not long
+
+
+def test_a_decision_is_short() -> None:
+    words = {path.name: len(path.read_text().split()) for path in ROOT.glob("docs/adr/0*.md")}
+    assert words
+    assert {name: n for name, n in words.items() if n > MAX_DECISION_WORDS} == {}
 
 
 def test_no_folder_exceeds_its_file_limit() -> None:
