@@ -14,7 +14,6 @@ from libs.common.rpc.prefill_server import PrefillServer
 from libs.worker.process.core import WorkerCore
 from libs.worker.requests.attempts import AttemptKey, AttemptRegistry
 from libs.worker.requests.clock import deadline_after
-from services.prefill.feature_demand import FeatureDemand
 from services.prefill.handoff_registry import HandoffRegistry
 from services.prefill.job import PrefillJob
 from services.prefill.plan import PrefillPlan, plan_prefill
@@ -27,10 +26,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
     """Admits requests, follows jobs, serves handoffs."""
 
-    def __init__(self, core: WorkerCore, *, endpoint: str, demand: FeatureDemand) -> None:
-        """`demand` learns which draft rows the readers of handoffs need."""
+    def __init__(self, core: WorkerCore, *, endpoint: str) -> None:
         self._core = core
-        self._demand = demand
         self._endpoint = endpoint
         self._attempts = AttemptRegistry()
         self._jobs: dict[AttemptKey, PrefillJob] = {}
@@ -97,7 +94,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.WatchHandoffRequest, context: _Context
     ) -> AsyncIterator[prefill_pb2.WatchHandoffResponse]:
         key = AttemptKey(request.attempt.request_id, request.attempt.attempt)
-        self._demand.ask(request.draft_rows)
         events = self._handoffs.watch(request.handoff_id, key, request.first_block, request.draft_rows)
         self._streams += 1
         try:

@@ -8,26 +8,17 @@ from libs.common.worker_bounds import MAX_PROMPT_FEATURES
 from libs.worker.engine.feature_memory import ExportedFeatures
 from libs.worker.requests.messages import FEATURE_BYTES, parse_features
 from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
-from tests.worker.nodes import (
-    WAIT_S,
-    Node,
-    PrefillCall,
-    attempt,
-    prefill_request,
-    prompt_tokens,
-    running_nodes,
-)
+from tests.worker.nodes import WAIT_S, Node, PrefillCall, prefill_request, prompt_tokens, running_nodes
 
 # Of the protobuf form, whatever the prompt: four numbers, an address and a checksum.
 MOST_STATE_BYTES = 48
 
 
 async def handoff(
-    node: Node, *, draft_rows: int, seed: int = 0
+    node: Node, *, draft_rows: int
 ) -> tuple[prefill_pb2.HandoffTicket, prefill_pb2.HandoffComplete]:
     """The ticket and the end of the handoff of 50 tokens, to a reader of so many rows."""
-    tokens = prompt_tokens(50, seed=seed)
-    call = PrefillCall(node, prefill_request(node, tokens, attempt=attempt(f"r{seed}")))
+    call = PrefillCall(node, prefill_request(node, prompt_tokens(50)))
     ticket = prefill_pb2.HandoffTicket.FromString((await call.opened()).ticket)
     request = prefill_pb2.WatchHandoffRequest(
         handoff_id=ticket.handoff_id, attempt=ticket.attempt, draft_rows=draft_rows

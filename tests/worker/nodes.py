@@ -26,7 +26,6 @@ from libs.worker.process.core import WorkerCore
 from libs.worker.process.identity import worker_fingerprint
 from services.decode.service import DecodeService
 from services.decode.speculation import Speculation
-from services.prefill.feature_demand import FeatureDemand
 from services.prefill.handoff_state import MAX_LEASE_MS
 from services.prefill.service import PrefillService
 from slipstream.block_hashes import pack_hashes
@@ -135,10 +134,9 @@ class Nodes:
         self._stack = stack
 
     async def prefill(self, instance: str = "prefill-0", **engine: Any) -> Node:
-        demand = FeatureDemand()
-        core, built = await self._core(instance, demand, engine)
+        core, built = await self._core(instance, None, engine)
         host = ServiceHost("127.0.0.1:0")
-        service = PrefillService(core, endpoint=host.endpoint, demand=demand)
+        service = PrefillService(core, endpoint=host.endpoint)
         service.start()
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(service, host.server)
         kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(core.lender, host.server)

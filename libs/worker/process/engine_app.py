@@ -52,7 +52,7 @@ class EngineApp(WorkerApp):
         self.service: EngineService | None = None
 
     async def make_draft_source(self, discovery: Discovery) -> DraftSource | None:
-        """The source of drafts, and what decides about features; None: none, and features in each step."""
+        """The source of drafts; prefill needs none."""
         return None
 
     def make_builder(self) -> Callable[[], Engine]:
