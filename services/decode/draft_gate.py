@@ -32,9 +32,10 @@ class GateLimits:
     gather_steps: int = 160  # with features alone at most: until the contexts of all sequences are whole
     skipped_steps: int = 16  # at most, until drafts come: a head takes in the contexts first
     trial_steps: int = 16
-    absent_steps: int = 128  # of a trial, without enough of any bucket: then it is given up
+    absent_steps: int = 128  # of all batches in the stage with drafts: then the trial ends
     least_steps: int = 5  # after these, a trial with a clear verdict ends
-    clear_ratio: float = 1.5  # of costs by which a verdict is clear, over the root of steps and sequences
+    # A verdict is clear where costs differ by the factor exp(clear_gap / sqrt(steps * sequences)).
+    clear_gap: float = 1.5
     checked_steps: int = 16  # how often drafts are compared with the last trial without them
     trial_share: float = 0.01
     longest_pause_ms: float = 120_000.0
@@ -76,6 +77,7 @@ class _Bucket:
         """The other way runs from now on."""
         self.on = not self.on
         self.window.clear()
+        self.trial.clear()
 
 
 @dataclass(slots=True)
@@ -87,8 +89,9 @@ class DraftGate:
     A trial of drafts is one of all batches: their number of sequences changes within a few steps, and drafts
     that stop in between cost what the trial asks about. It begins once the contexts of all sequences are
     whole: a head that lacks half of a context drafts half as well. It ends where one bucket has enough steps,
-    and judges all that have some. Batches without drafts keep features for some steps after one with drafts:
-    most come between two of these."""
+    and judges all that have `least_steps`. Batches without drafts keep features for some steps after one with
+    drafts: most come between two of these.
+    """
 
     limits: GateLimits = field(default_factory=GateLimits)
     is_forced: bool = False  # drafts are always on; the gate measures what they cost
@@ -224,14 +227,16 @@ class DraftGate:
 
     def _advance(self, bucket: _Bucket, *, has_drafts: bool) -> None:
         """A step of this bucket was recorded."""
-        self._stage_steps += 1
-        if bucket.on or self._trial in (_TrialPhase.NONE, _TrialPhase.GATHER):
-            return
-        if self._trial is _TrialPhase.SKIPPED:
-            if has_drafts or self._stage_steps >= self.limits.skipped_steps:
+        if self._trial is _TrialPhase.DRAFTS:
+            self._stage_steps += 1
+            is_decided = self._is_tried(bucket) and self._is_decided(bucket)
+            if is_decided or self._stage_steps >= self.limits.absent_steps:
+                self._end()
+        elif not bucket.on:  # one with drafts says nothing of contexts that are taken in for the trial
+            self._stage_steps += 1
+            is_skipped = has_drafts or self._stage_steps >= self.limits.skipped_steps
+            if self._trial is _TrialPhase.SKIPPED and is_skipped:
                 self._enter(_TrialPhase.DRAFTS)
-        elif self._is_decided(bucket) or self._stage_steps >= self.limits.absent_steps:
-            self._end()
 
     def _is_decided(self, bucket: _Bucket) -> bool:
         """Whether the trial has enough steps: fewer where the verdict is clear."""
@@ -246,14 +251,14 @@ class DraftGate:
         How many drafts of a sequence and step are right varies by about as much as their number.
         """
         gap = abs(math.log(max(other_ms, 1e-9) / max(bucket.window.cost_ms, 1e-9)))
-        return gap > self.limits.clear_ratio / math.sqrt(n_steps * bucket.n_sequences)
+        return gap > self.limits.clear_gap / math.sqrt(n_steps * bucket.n_sequences)
 
     def _end(self) -> None:
         """The trial of drafts has ended. Buckets with too few steps follow the nearest one that is judged."""
         closed, excess_ms = self._closed(), max(self._excess_ms, 0.0)
         tried = [bucket for bucket in closed if self._is_tried(bucket)]
         self._enter(_TrialPhase.NONE)
-        judged = {b.key: b for b in closed if len(b.trial) >= self.limits.least_steps}
+        judged = {b.key: b for b in tried if len(b.trial) >= self.limits.least_steps}
         for bucket in judged.values():
             self._judge(bucket, bucket.trial.cost_ms + self._setup(bucket), excess_ms)
         for bucket in closed if judged else []:
@@ -272,7 +277,8 @@ class DraftGate:
             bucket.switch()
             bucket.settle(nearest.due_ms)
         elif not nearest.on and (is_known or bucket.key[0] >= nearest.key[0]):
-            bucket.settle(nearest.due_ms)
+            # Its own pause may be longer: a cheap trial of a small batch says little of a large one.
+            bucket.settle(max(nearest.due_ms, bucket.due_ms - bucket.settled_ms))
 
     def _record_plain(self, bucket: _Bucket, elapsed_ms: float, tokens: float) -> None:
         bucket.plain_ms += elapsed_ms
