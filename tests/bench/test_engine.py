@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.engine import __main__ as bench_engine
-from tests.support.random_checkpoint import TINY_CONFIG
+from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 QUICK = ["--prefill-tokens", "32", "--batches", "1,3", "--prompt-tokens", "8", "--output-tokens", "4"]
 
@@ -45,6 +45,20 @@ def test_makes_measures_and_compares(tmp_path: Path, capsys: pytest.CaptureFixtu
     arguments = ["--model", str(tmp_path / "made"), "--repeats", "1", "--threads", "1", "--dtype", "float32"]
     assert bench_engine.main([*arguments, *QUICK]) == 0
     assert "decode_3" in capsys.readouterr().out
+
+
+def test_two_checkpoints_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("int4", "bf16"):
+        quantization = "int4" if name == "int4" else "none"
+        write_random_checkpoint(tmp_path / name, RandomCheckpoint(quantization=quantization))
+    arguments = ["--model", str(tmp_path / "int4"), "--peer-model", str(tmp_path / "bf16")]
+    assert bench_engine.main([*arguments, "--repeats", "1", "--threads", "1", *QUICK, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert set(result["tokens_per_s"]) == {"slipstream", "bf16"}
+    assert set(result["ratio"]) == {"prefill", "decode_1", "decode_3"}
+    with pytest.raises(SystemExit):
+        bench_engine.main([*arguments, "--peer", "float32"])
+    assert "--peer and --peer-model exclude each other" in capsys.readouterr().err
 
 
 def test_arguments_that_make_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
