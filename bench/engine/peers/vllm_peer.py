@@ -17,6 +17,8 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 # The only width that its MLA kernel for CPUs has; with others vLLM caches the keys and values of all heads.
 _LATENT_WIDTH = 576
+# Without its MLA kernel the rotary kernel for CPUs rotates wrongly: torch does it, as when compiled.
+_EAGER_OPS = ["all", "-rotary_embedding"]
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -50,6 +52,7 @@ class VllmPeer:
             dtype=options.dtype,
             skip_tokenizer_init=True,
             enforce_eager=not options.compiled,
+            compilation_config={} if options.compiled else {"custom_ops": _EAGER_OPS},
             enable_prefix_caching=False,
             max_model_len=options.max_tokens,
             max_num_seqs=options.max_batch,
