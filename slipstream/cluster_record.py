@@ -56,10 +56,16 @@ class ClusterRecord:
     etcd_access: Mapping[str, str] = field(default_factory=dict)  # settings of an external etcd, by name
     client_ca: str = ""  # PEM whose certificates open the routers' public gRPC port, and no others do
 
+    plain_http: tuple[str, ...] = ()  # roles that serve HTTP without TLS although there are certificates
+
     @property
     def http_url(self) -> str:
         """Base address of the OpenAI API of the first router."""
-        return f"{'https' if self.tls else 'http'}://{self.router_http}/v1"
+        return f"{self.http_scheme('router')}://{self.router_http}/v1"
+
+    def http_scheme(self, role: str) -> str:
+        """The scheme of the HTTP ports of such a process."""
+        return "https" if self.tls and role not in self.plain_http else "http"
 
     def tls_files(self) -> TlsFiles | None:
         """The files by which the supervisor talks to its processes; None without mutual TLS."""

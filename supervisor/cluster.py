@@ -123,6 +123,7 @@ class ClusterSupervisor:
             tls=_tls_record(self._config.tls),
             etcd_access=_etcd_record(self._config),
             client_ca=str(self._config.tls_client_ca.resolve()) if self._config.tls_client_ca else "",
+            plain_http=tuple(self._config.plain_http),
         )
 
     def rss_bytes(self) -> int:

@@ -124,6 +124,9 @@ class ClusterFile:
             found["grpc"] = router["listen"]
         if tls := _tls_of(router):
             found["tls"] = tls
+        found["plain_http"] = tuple(
+            role for role, values in self.services.items() if values.get("http_tls") is False
+        )
         engines = {role: self.services[role] for role in (Role.PREFILL, Role.DECODE)}
         for name in ("memory_bytes", "device"):
             stated = {role: values[name] for role, values in engines.items() if name in values}

@@ -38,6 +38,7 @@ class ClusterConfig(ClusterOptions):
     instance_arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by instance
     extra_environment: Mapping[Role, Mapping[str, str]] = field(default_factory=dict)
     config_file: Path | None = None  # that every service reads
+    plain_http: tuple[Role, ...] = ()  # by the file
     file_memory_bytes: Mapping[Role, int] = field(default_factory=dict)  # of each worker of these roles
     file_device: Mapping[Role, str] = field(default_factory=dict)
     from_file: frozenset[str] = frozenset()  # settings that the file has for some service, and no flag sets

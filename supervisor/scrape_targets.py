@@ -41,10 +41,12 @@ def scrape_targets(record: ClusterRecord, routers: Iterable[Worker]) -> list[dic
         for each in routers:
             if each.admin_http and each.instance.startswith(f"{process.instance}."):
                 ports[each.instance] = each.admin_http
-        found += [_target(process.role, *port, has_tls=bool(record.tls)) for port in ports.items()]
+        scheme = record.http_scheme(process.role)
+        found += [_target(process.role, *port, scheme=scheme) for port in ports.items()]
     return found
 
 
-def _target(role: str, instance: str, admin_http: str, *, has_tls: bool) -> dict[str, object]:
-    scheme = {"__scheme__": "https"} if has_tls else {}
-    return {"targets": [admin_http], "labels": {"component": role, "process": instance, **scheme}}
+def _target(role: str, instance: str, admin_http: str, *, scheme: str) -> dict[str, object]:
+    labels = {"component": role, "process": instance}
+    # Prometheus scrapes by HTTP where no label says otherwise.
+    return {"targets": [admin_http], "labels": labels | ({"__scheme__": scheme} if scheme != "http" else {})}

@@ -1,4 +1,4 @@
-"""Chooses the cut of a model over a node's cards that serves the most requests within a time per token."""
+"""Chooses the cut of a model over cards that serves the most requests within a time per token."""
 
 from __future__ import annotations
 

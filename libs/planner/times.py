@@ -19,8 +19,8 @@ from libs.planner.model_shape import LayerShape, ModelShape
 EFFICIENCY = 0.48
 # A dozen kernels a layer at 3 us a launch.
 LAYER_OVERHEAD_S = 36e-6
-# Rows of a step that prefills. Weights are then read as long as rows are computed; gathered parts of the rows
-# take 0.5 GB of 8 cards each.
+# Rows of a step that prefills. Reading the weights then takes as long as computing the rows. The gathered
+# parts take 0.5 GB on each of 8 cards.
 STEP_TOKENS = 2048
 
 

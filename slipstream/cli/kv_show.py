@@ -37,7 +37,7 @@ _TOTALS = {
     "disk errors": "disk_errors_total",
     "read-only disks": "disk_read_only",
     "not written": "writes_dropped_total",
-    "pool away": "pool_unavailable",
+    "pool unavailable": "pool_unavailable",
     "not pooled": "pool_puts_dropped_total",
 }
 

@@ -111,7 +111,7 @@ def answer_state(status: Mapping[str, Any], *, ready: str = "ready") -> str:
     if status["draining"]:
         return "draining"
     if status["counters"].get(_POOL_UNAVAILABLE):
-        return f"{ready}, pool away"
+        return f"{ready}, pool unavailable"
     return ready
 
 

@@ -188,7 +188,7 @@ def route(
 
 def plan(
     model: Annotated[Path, typer.Option(help="A config.json, or the directory of a checkpoint.")],
-    gpus: Annotated[str, typer.Option(help="The cards of a node, such as 8xh100-80, 8xh200 or 2xa100.")],
+    gpus: Annotated[str, typer.Option(help="The cards, such as 8xh100-80, 8xh200 or 2xa100.")],
     traffic: Annotated[
         Path | None,
         typer.Option(help="A trace (JSON lines: timestamp, input_length, output_length, hash_ids)."),
@@ -207,9 +207,9 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Choose how to cut a model over a node's cards, by arithmetic from its config.json alone.
+    """Choose how to cut a model over the cards of its nodes, by arithmetic from its config.json alone.
 
-    Prints memory, distinct KV tokens, step and prefill times of each cut, and why one is chosen.
+    Prints memory, KV tokens, step and prefill times of each cut, and why one is chosen.
     """
     from libs.planner.traffic import Traffic, read_trace
     from supervisor.commands.plan import show_plan

@@ -1,4 +1,4 @@
-"""`slipstream plan`: every cut of a model over a node's cards, and the chosen one with its reason."""
+"""`slipstream plan`: every cut of a model over the cards of its nodes, and the chosen one with its reason."""
 
 from __future__ import annotations
 

@@ -48,9 +48,8 @@ def test_makes_measures_and_compares(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_two_checkpoints_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("int4", "bf16"):
-        quantization = "int4" if name == "int4" else "none"
-        write_random_checkpoint(tmp_path / name, RandomCheckpoint(quantization=quantization))
+    write_random_checkpoint(tmp_path / "int4", RandomCheckpoint(quantization="int4"))
+    write_random_checkpoint(tmp_path / "bf16", RandomCheckpoint(quantization="none"))
     arguments = ["--model", str(tmp_path / "int4"), "--peer-model", str(tmp_path / "bf16")]
     assert bench_engine.main([*arguments, "--repeats", "1", "--threads", "1", *QUICK, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

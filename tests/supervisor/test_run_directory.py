@@ -43,6 +43,11 @@ def test_prometheus_finds_the_processes_that_are_meant_to_run(tmp_path: Path) ->
     write_record(tmp_path, replace(record(*processes), tls={"ca": "ca.pem"}))
     labels = [each["labels"] for each in json.loads((tmp_path / SCRAPE_FILE).read_text())]
     assert [each["__scheme__"] for each in labels] == ["https", "https"]
+    plain_router = replace(record(*processes), tls={"ca": "ca.pem"}, plain_http=("router",))
+    write_record(tmp_path, plain_router)
+    labels = [each["labels"] for each in json.loads((tmp_path / SCRAPE_FILE).read_text())]
+    assert [each.get("__scheme__") for each in labels] == [None, "https"]
+    assert plain_router.http_url == "http://http/v1"
     remove_record(tmp_path)
     assert not list(tmp_path.iterdir())
 

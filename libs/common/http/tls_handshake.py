@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import traceback
 from asyncio import sslproto
 from collections.abc import Callable
 
@@ -85,8 +86,11 @@ async def _handshake(
         secured = await asyncio.get_running_loop().start_tls(
             transport, early, context, server_side=True, ssl_handshake_timeout=GRPC_HANDSHAKE_S
         )
-    except OSError:  # also what the TLS library refuses, and a time-out
+    except OSError as error:  # also what the TLS library refuses, and a time-out
         share.leave()
+        # The frames of `start_tls` hold the future that holds the error, and 80 KiB of TLS. A cycle would keep
+        # them until the garbage collector runs.
+        traceback.clear_frames(error.__traceback__)
         return
     except asyncio.CancelledError:
         share.leave()

@@ -190,6 +190,8 @@ class Checkpoint:
     def _fp8(self, name: str, block: Fp8Blocks, dtype_of: DtypeOf) -> Fp8Rows:
         scale = f"{name}.weight_scale_inv"
         factors = _scale(scale, self.tensor(scale).float(), _FP8_LARGEST).contiguous()
+        if bool((factors < 0).any()):
+            raise CheckpointError(scale, "has a scale below 0")
         stored = self._rows(f"{name}.weight", partial(_finite_fp8, f"{name}.weight"))
         return Fp8Rows(stored, factors, block, dtype_of(stored.dtype))
 
@@ -234,6 +236,8 @@ def weights_digest(model_dir: Path) -> str:
     digest.update((model_dir / "config.json").read_bytes())
     for shard in shard_names(model_dir):
         path = model_dir / shard
+        if not path.is_file():  # a pipe would block
+            raise CheckpointError(shard, f"cannot be read: no file in {model_dir}")
         n_bytes = path.stat().st_size
         digest.update(f"{shard}:{n_bytes}\0".encode())
         with path.open("rb") as file:

@@ -101,7 +101,7 @@ class TensorRows:
         step = self._step(_PIECE_BYTES, unit)
         for row in range(first, end, step):
             if not take(row, self._piece(row, min(row + step, end))):
-                raise self._refusal()
+                raise self.refusal()
 
     def _piece(self, first: int, end: int) -> torch.Tensor:
         stored = self.source.read(self.rows.start + first, self.rows.start + end)
@@ -114,13 +114,14 @@ class TensorRows:
     def _step(self, n_bytes: int, unit: int) -> int:
         return max(n_bytes // max(self.source.row_bytes, 1) // unit, 1) * unit
 
-    def _refusal(self) -> CheckpointError:
-        """Reads the whole tensor again to count the defects."""
+    def refusal(self) -> CheckpointError:
+        """Why rows were refused. Reads the whole tensor again to count the defects."""
         try:
             self.source.check(TensorRows.of(self.source).read())
         except CheckpointError as error:
             return error
-        return CheckpointError(self.source.name, "changed while it was read")
+        reason = "changed while it was read, or has values that the dtype in memory does not hold"
+        return CheckpointError(self.source.name, reason)
 
 
 def copy_into(target: torch.Tensor) -> TakeRows:

@@ -13,6 +13,8 @@ from libs.engine.model.tensor_rows import TensorRows, copy_into
 from libs.engine.model_spec.quantization import Fp8Blocks
 from libs.engine.model_spec.stored_matrix import StoredRows, TakeRows
 
+_SERIAL_VALUES = 1 << 14  # torch computes on several threads from 32,768 values on
+
 # The dtype in which the engine holds values of a file's dtype.
 DtypeOf = Callable[[torch.dtype], torch.dtype]
 
@@ -41,10 +43,10 @@ class CastRows:
         return replace(self, stored=self.stored.cut(rows, cols))
 
     def read(self) -> torch.Tensor:
-        return self.stored.read().to(self.dtype)
+        return _finite(_cast(self.stored.read(), self.dtype), self.stored)
 
     def stream(self, take: TakeRows, unit: int) -> None:
-        self.stored.stream(lambda first, rows: take(first, rows.to(self.dtype)), unit)
+        self.stored.stream(lambda first, rows: take(first, _cast(rows, self.dtype)), unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class Fp8Rows:
     def read(self) -> torch.Tensor:
         found = torch.empty(self.n_rows, self.n_cols, dtype=self.dtype)
         self.stored.each(self._widening(copy_into(found)))
-        return found
+        return _finite(found, self.stored)
 
     def stream(self, take: TakeRows, unit: int) -> None:
         self.stored.stream(self._widening(take), unit)
@@ -90,6 +92,25 @@ class Fp8Rows:
             return bool(is_finite) and take(first, found)
 
         return widen_and_take
+
+
+def _finite(values: torch.Tensor, stored: TensorRows) -> torch.Tensor:
+    """The values, which may have become infinite when they were rounded. Raises CheckpointError."""
+    if not bool(torch.isfinite(values).all()):
+        raise stored.refusal()
+    return values
+
+
+def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Converts in parts so small that torch starts no threads: several readers convert at once."""
+    found = torch.empty(values.shape, dtype=dtype)
+    for target, part in zip(
+        torch.split(found.view(-1), _SERIAL_VALUES),
+        torch.split(values.reshape(-1), _SERIAL_VALUES),
+        strict=True,
+    ):
+        target.copy_(part)
+    return found
 
 
 def as_dtype(stored: TensorRows, dtype_of: DtypeOf) -> StoredRows:

@@ -30,6 +30,7 @@ from services.router.request.model_card import ModelCard
 from services.router.request.token_ids import are_below
 from services.router.request.types import Caller, ChatInput, GenerationRequest, Message, PromptInput, Sampling
 from slipstream import bounds
+from slipstream.api_key_file import KEY_PREFIX
 from slipstream.bound import shown, shown_name
 from slipstream.errors import NotFound
 from slipstream.sampling import SAMPLING_RANGES
@@ -45,8 +46,8 @@ _SESSION_BYTES = 256
 
 
 def is_request_id(text: str) -> bool:
-    """Whether a client may name its request so."""
-    return _REQUEST_ID.fullmatch(text) is not None
+    """Whether a client may name its request so. An API key by mistake would get into the logs."""
+    return _REQUEST_ID.fullmatch(text) is not None and not text.startswith(KEY_PREFIX)
 
 
 def validate(

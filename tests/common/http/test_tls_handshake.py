@@ -111,3 +111,24 @@ async def test_handshakes_have_the_share_of_their_address(
         while shares.nameless:
             await asyncio.sleep(0.01)
         assert await served_line(host, port) == b"HTTP/1.1 200 OK\r\n"
+
+
+async def test_a_failed_handshake_leaves_nothing_for_the_garbage_collector(served: TlsFiles) -> None:
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        trusting().wrap_bio(incoming, outgoing).do_handshake()
+    async with listening(Counters(), tls=served) as (host, port), asyncio.timeout(60):
+        gc.collect()
+        gc.disable()
+        try:
+            for data in (outgoing.read(), b"no handshake", b""):
+                for _ in range(5):
+                    _, writer = await asyncio.open_connection(host, port)
+                    writer.write(data)
+                    await asyncio.sleep(0.02)
+                    writer.close()
+            await asyncio.sleep(0.2)
+            left = [end for end in gc.get_objects() if isinstance(end, sslproto.SSLProtocol)]
+        finally:
+            gc.enable()
+    assert not left

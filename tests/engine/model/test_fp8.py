@@ -105,6 +105,14 @@ def test_a_value_that_is_no_number_is_refused(tmp_path: Path, byte: int) -> None
         widened(tmp_path, matrix)
 
 
+def test_a_value_that_bf16_does_not_hold_is_refused(tmp_path: Path) -> None:
+    values = torch.full((16, 16), 448.0).to(torch.float8_e4m3fn)
+    matrix = Fp8Matrix(values, torch.full((1, 1), 3.4e38 / 448), Fp8Blocks(16, 16))
+    with pytest.raises(CheckpointError, match="does not hold"):
+        widened(tmp_path, matrix, torch.bfloat16)
+    assert bool(torch.isfinite(widened(tmp_path, matrix)).all())
+
+
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pieces_and_cuts_have_the_factors_of_their_places(tmp_path: Path, dtype: torch.dtype) -> None:
@@ -202,6 +210,7 @@ NAN = torch.full((40, 64), 0, dtype=torch.uint8).index_fill_(0, torch.tensor([3]
         ("weight_scale_inv", torch.ones(2, 2).int(), "expected dtype F32 or BF16 or F16 or F8_E8M0"),
         ("weight_scale_inv", torch.tensor([[1.0, math.nan], [1, 1]]), r"1 of 4 .* the first at \[0, 1\]"),
         ("weight_scale_inv", torch.full((2, 2), 1e38), "makes weights infinite"),
+        ("weight_scale_inv", torch.tensor([[1.0, -1.0], [1, 1]]), "below 0"),
         ("weight", NAN.view(torch.float8_e4m3fn), r"64 of 2560 .* the first at \[3, 0\]"),
         ("weight", torch.ones(40, 64).to(torch.float8_e5m2), "expected dtype .*F8_E4M3, got F8_E5M2"),
         ("weight", torch.ones(40, 64).to(torch.int8), "expected dtype .*F8_E4M3, got I8"),

@@ -19,7 +19,7 @@ from services.router.execution.generation import GenerationTask
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream import errors
-from slipstream.api_key_file import KeyRecord, KeyScope, key_hash
+from slipstream.api_key_file import KEY_PREFIX, KeyRecord, KeyScope, key_hash
 from slipstream.async_client import AsyncClient
 from slipstream.logs.lines import LineFormat
 from slipstream.rpc.cluster_secret import ClusterSecret
@@ -196,6 +196,14 @@ async def test_a_grpc_message_that_does_not_parse_has_a_line(
         (name, "mine", "ali", NAME, "INVALID_ARGUMENT", "InvalidArgument")
         for name in ("ListModels", "Tokenize", "Generate")
     ]
+
+
+async def test_a_key_that_is_given_as_an_id_is_not_logged(http: aiohttp.ClientSession, lines: Lines) -> None:
+    key = KEY_PREFIX + "0" * 40
+    async with http.get("/v1/models", headers={"x-request-id": key}) as answer:
+        assert answer.headers["x-request-id"] != key
+    (line,) = lines.taken()
+    assert key not in json.dumps(line)
 
 
 def test_a_text_line_holds_the_same_fields() -> None:

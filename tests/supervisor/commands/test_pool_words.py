@@ -18,7 +18,7 @@ def test_status_says_that_the_pool_is_away() -> None:
             }
         )
 
-    assert state({"slipstream_kvstore_pool_unavailable": 1.0}) == "ready, pool away"
+    assert state({"slipstream_kvstore_pool_unavailable": 1.0}) == "ready, pool unavailable"
     assert state({"slipstream_kvstore_pool_unavailable": 0.0}) == state({}) == "ready"
 
 
