@@ -88,8 +88,8 @@ async def _handshake(
         )
     except OSError as error:  # also what the TLS library refuses, and a time-out
         share.leave()
-        # The frames of `start_tls` hold the future that holds the error, and 80 KiB of TLS. A cycle would keep
-        # them until the garbage collector runs.
+        # The frames of `start_tls` hold the future that holds the error, and 80 KiB of TLS. That cycle would
+        # stay until the garbage collector runs.
         traceback.clear_frames(error.__traceback__)
         return
     except asyncio.CancelledError:

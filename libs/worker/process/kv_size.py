@@ -28,7 +28,7 @@ def default_kv_bytes(
     max_context_tokens: int | None = None,
     sizes: ParallelSizes | None = None,
 ) -> int:
-    """Raises InvalidArgument for an unusable config.json or too little memory. Workers load no vision tower."""
+    """Raises InvalidArgument for an unusable config.json or too little memory. No vision tower is loaded."""
     config = load_config(model_dir)
     weights = config.dtype if weight_dtype == "auto" else weight_dtype
     kv = ("bfloat16" if weights == "bfloat16" else "float32") if kv_dtype == "auto" else kv_dtype
