@@ -129,4 +129,5 @@ def read_record(run_dir: Path, *, instead: str = "") -> ClusterRecord:
         other = f", or give {instead}" if instead else ""
         raise NotFound(f"no cluster runs in {run_dir}; start one with `slipstream up`{other}")
     processes = tuple(ProcessRecord(**process) for process in record.pop("processes"))
-    return ClusterRecord(**record, processes=processes)
+    plain_http = tuple(record.pop("plain_http", ()))
+    return ClusterRecord(**record, processes=processes, plain_http=plain_http)

@@ -97,7 +97,7 @@ class _CountBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = _REFUSED
 
 
-class _ReceivedMessages(_CountBody):
+class _MessagesRequestBody(_CountBody):
     max_tokens: WholeNumber = None
     stream: Flag = None
     stop_sequences: list[Any] | None = None
@@ -108,10 +108,10 @@ class _ReceivedMessages(_CountBody):
 
 
 MESSAGES_BODIES: Mapping[str, type[msgspec.Struct]] = {
-    "/v1/messages": _ReceivedMessages,
+    "/v1/messages": _MessagesRequestBody,
     "/v1/messages/count_tokens": _CountBody,
 }
-_MESSAGES = msgspec.json.Decoder(_ReceivedMessages)
+_MESSAGES = msgspec.json.Decoder(_MessagesRequestBody)
 _COUNT = msgspec.json.Decoder(_CountBody)
 
 
@@ -240,7 +240,7 @@ def _output(body: _CountBody, ignored: IgnoredFields) -> OutputFormat | None:
     return None
 
 
-def _sampling_fields(body: _ReceivedMessages) -> Mapping[str, float]:
+def _sampling_fields(body: _MessagesRequestBody) -> Mapping[str, float]:
     return stated_of({"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k})
 
 

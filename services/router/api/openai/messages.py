@@ -24,7 +24,7 @@ from slipstream import bounds
 from slipstream.errors import InvalidArgument
 
 
-class _ReceivedFunction(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class _CalledFunctionParam(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     name: Text = None
     arguments: Any = None
 
@@ -34,12 +34,12 @@ class _CustomCall(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     input: Any = None
 
 
-class _ReceivedCall(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class _ToolCallParam(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """A call. Without `function` it may have the fields of one at its top, as Workers AI's older calls."""
 
     id: Identifier = None
     type: Text = None
-    function: _ReceivedFunction | None = None
+    function: _CalledFunctionParam | None = None
     index: Any = None
     custom: _CustomCall | None = None
     name: Text = None
@@ -60,11 +60,11 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     reasoning: Any = None
     partial: Flag = None
     prefix: Flag = None
-    tool_calls: list[_ReceivedCall] | None = None
+    tool_calls: list[_ToolCallParam] | None = None
     annotations: Any = None
     refusal: Any = None
     audio: NoEffect = None
-    function_call: _ReceivedFunction | None = None
+    function_call: _CalledFunctionParam | None = None
 
 
 class _ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -254,7 +254,7 @@ def _text(value: object, path: str) -> str:
     return value
 
 
-def _called(given: _ReceivedCall, path: str) -> tuple[str, object]:
+def _called(given: _ToolCallParam, path: str) -> tuple[str, object]:
     """The name and the arguments of a call."""
     if given.custom is not None:
         return given.custom.name or "", given.custom.input
