@@ -82,10 +82,11 @@ def agents_of(cluster: LocalCluster) -> list[int]:
     return [pid for node in NODES for pid in mentioning(f"--node-pid={cluster.pid(node)}\0")]
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_overwriting_the_memory_of_the_pool_changes_no_text(tmp_path: Path) -> None:
     with LocalCluster(pooled_config(tmp_path)) as cluster:
-        until(lambda: not counted(cluster, "pool_away"), what="both nodes in the pool")
+        until(lambda: not counted(cluster, "pool_unavailable"), what="both nodes in the pool")
         undisturbed = conversations(cluster)
         until_more(cluster, "hits_pool_total", undisturbed)
         agents = agents_of(cluster)
