@@ -193,7 +193,7 @@ class Checkpoint:
         if bool((factors < 0).any()):
             raise CheckpointError(scale, "has a scale below 0")
         stored = self._rows(f"{name}.weight", partial(_finite_fp8, f"{name}.weight"))
-        return Fp8Rows(stored, factors, block, dtype_of(stored.dtype))
+        return Fp8Rows(stored, dtype_of(stored.dtype), factors, block)
 
 
 def _finite(name: str, value: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
@@ -25,8 +27,8 @@ def held_dtype(stored: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class CastRows:
-    """Dense values of one dtype as another."""
+class _ConvertedRows:
+    """Stored rows, which `_converting` turns into `dtype`."""
 
     stored: TensorRows
     dtype: torch.dtype
@@ -39,48 +41,44 @@ class CastRows:
     def n_cols(self) -> int:
         return self.stored.n_cols
 
-    def cut(self, rows: slice | None, cols: slice | None) -> CastRows:
+    def cut(self, rows: slice | None, cols: slice | None) -> Self:
         return replace(self, stored=self.stored.cut(rows, cols))
+
+    def stream(self, take: TakeRows, unit: int) -> None:
+        self.stored.stream(self._converting(take), unit)
+
+    @abstractmethod
+    def _converting(self, take: TakeRows) -> TakeRows:
+        """Takes stored rows, and passes them on to `take` in `dtype`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CastRows(_ConvertedRows):
+    """Dense values of one dtype as another."""
 
     def read(self) -> torch.Tensor:
         return _finite(_cast(self.stored.read(), self.dtype), self.stored)
 
-    def stream(self, take: TakeRows, unit: int) -> None:
-        self.stored.stream(lambda first, rows: take(first, _cast(rows, self.dtype)), unit)
+    def _converting(self, take: TakeRows) -> TakeRows:
+        return lambda first, rows: take(first, _cast(rows, self.dtype))
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Rows:
+class Fp8Rows(_ConvertedRows):
     """e4m3 values times the factors of their blocks: products in fp32, rounded to `dtype` (fp32 or bf16).
 
     As DeepSeek's `weight_dequant` does. `factors` are those of the whole tensor [blocks of rows, of columns].
     """
 
-    stored: TensorRows
     factors: torch.Tensor
     block: Fp8Blocks
-    dtype: torch.dtype
-
-    @property
-    def n_rows(self) -> int:
-        return self.stored.n_rows
-
-    @property
-    def n_cols(self) -> int:
-        return self.stored.n_cols
-
-    def cut(self, rows: slice | None, cols: slice | None) -> Fp8Rows:
-        return replace(self, stored=self.stored.cut(rows, cols))
 
     def read(self) -> torch.Tensor:
         found = torch.empty(self.n_rows, self.n_cols, dtype=self.dtype)
-        self.stored.each(self._widening(copy_into(found)))
+        self.stored.each(self._converting(copy_into(found)))
         return _finite(found, self.stored)
 
-    def stream(self, take: TakeRows, unit: int) -> None:
-        self.stored.stream(self._widening(take), unit)
-
-    def _widening(self, take: TakeRows) -> TakeRows:
+    def _converting(self, take: TakeRows) -> TakeRows:
         widen, is_bf16 = declare(load_library()).ss_widen_fp8, self.dtype == torch.bfloat16
         place = self.stored.rows.start, self.stored.cols.start
         blocks = self.factors.data_ptr(), self.factors.shape[1], self.block.rows, self.block.cols
