@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 
 class BoundedProcess:
-    """Runs a command in a process group of its own. `status` is None when its time was over."""
+    """Runs a command in a new process group. `status` is None where the deadline ended it."""
 
     def __init__(self, command: Sequence[str], limit_s: float) -> None:
         self._command = list(command)

@@ -22,7 +22,7 @@ _EAGER_OPS = ["all", "-rotary_embedding"]
 
 
 def environment(threads: int) -> dict[str, str]:
-    """What vLLM sets for workers in processes of their own: OpenMP of Intel, bound, and tcmalloc if there."""
+    """What vLLM sets for its worker processes: OpenMP of Intel, bound, and tcmalloc if there."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
     folder = Path(sys.prefix) / "lib"
     libraries = [*folder.glob("libtcmalloc*.so*"), *folder.glob("libiomp5.so")]

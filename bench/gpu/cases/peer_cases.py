@@ -55,7 +55,10 @@ def _measure_sampling(bench: Bench, n_rows: int) -> Figure:
         return tokens
 
     times = alternating_us([ours, theirs], bench.device, bench.repeats)
-    return _compared("flashinfer", version, times) | {"note": "draws of its own", "difference": None}
+    return _compared("flashinfer", version, times) | {
+        "note": "the peer draws other tokens",
+        "difference": None,
+    }
 
 
 def _compared(package: str, version: str, times: list[float]) -> Figure:

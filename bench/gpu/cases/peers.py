@@ -96,7 +96,7 @@ def _torch_prefill(kernel: PreparedKernel) -> Callable[[], Any]:
 
 
 def _humming_experts(kernel: PreparedKernel) -> Callable[[], Any]:
-    """Both products of its indexed form, each over routing of its own with as many pairs."""
+    """Both products of its indexed form. Each draws another routing with as many pairs."""
     shape, n_experts = kernel.inputs["shape"], kernel.inputs["n_experts"]
     tokens, device = kernel.inputs["tokens"], kernel.inputs["chosen"].device
     gate_up = _humming_product(2 * shape.intermediate, shape.hidden, n_experts, tokens, shape, device, False)

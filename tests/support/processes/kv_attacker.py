@@ -54,7 +54,7 @@ def listening_ports(pid: int) -> dict[int, bool]:
 
 
 def registered_memory(port: int) -> list[tuple[int, int]]:
-    """Where each region that an engine lets others write begins, and its length: it tells whoever asks."""
+    """The address and length of each region that an engine lets others write. It answers every caller."""
     with socket.create_connection(("127.0.0.1", port), timeout=_PATIENCE_S) as connection:
         connection.sendall(_FRAME.pack(len(b"{}") + 1, _DESCRIBE) + b"{}")
         with connection.makefile("rb") as answer:
