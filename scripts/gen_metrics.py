@@ -27,7 +27,7 @@ it. The log names the port at the start; `slipstream status --json` and the serv
 - Counters and histograms without labels are there from the start, at 0.
 - `process_*` are those of Prometheus' client libraries: CPU, memory, descriptors, start time.
 - Exemplars: with traces on (`docs/tracing.md`), buckets of the request's times and of `prefill_seconds` and
-  `handoff_transfer_seconds` name the last trace, in OpenMetrics only.
+  `handoff_transfer_seconds` name the last span (`trace_id`, `span_id`), in OpenMetrics and by OTLP.
 - Off loopback `/metrics` needs an operator, or the scrape token (`docs/security.md`).
 - `docs/kvstore-metrics.md` compares the tiers of the kvstore.
 """

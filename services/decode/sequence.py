@@ -197,7 +197,7 @@ class DecodeSequence(SequenceTask):
         core.counters.observe(
             "slipstream_handoff_transfer_seconds",
             self._pulled.elapsed_ms / 1e3,
-            trace_id=tracing.trace_id(),
+            span=tracing.exported_context(),
         )
         if complete.finish_reason:
             self._send_end(complete.finish_reason)

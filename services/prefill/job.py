@@ -144,8 +144,8 @@ class PrefillJob(SequenceTask):
         last = await self._follow()
         # The client's first token does not wait for the export of the last blocks.
         self._send_first_token(last, queue_ms=(started - self._arrived) * 1e3, started=started)
-        trace_id = tracing.trace_id()
-        core.counters.observe("slipstream_prefill_seconds", time.perf_counter() - started, trace_id=trace_id)
+        span = tracing.exported_context()
+        core.counters.observe("slipstream_prefill_seconds", time.perf_counter() - started, span=span)
         self._advance(n_blocks)
         if last.finish is None and self._export_task is not None:
             await self._export_task

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+
+from opentelemetry.trace import SpanContext
 
 from libs.common.telemetry.metric_table import METRICS
 
@@ -12,14 +15,24 @@ Labels = tuple[str, ...]
 _Series = tuple[str, Labels]  # a metric's name, and the values of its labels in the table's order
 
 
+@dataclass(frozen=True, slots=True)
+class BucketExemplar:
+    """A value of a bucket that was observed in a span, and when."""
+
+    value: float
+    trace_id: int
+    span_id: int
+    at_unix_ns: int
+
+
 @dataclass(slots=True)
 class Histogram:
-    """The values of one series. `exemplars`: the last trace id and value of each bucket, if any."""
+    """The values of one series. `exemplars`: the last one of each bucket, if any."""
 
     ends: tuple[float, ...]
     counts: list[int]  # of each bucket alone; the last one has no end
     sum: float = 0.0
-    exemplars: dict[int, tuple[str, float]] = field(default_factory=dict)
+    exemplars: dict[int, BucketExemplar] = field(default_factory=dict)
 
     @classmethod
     def of(cls, ends: tuple[float, ...]) -> Histogram:
@@ -38,7 +51,9 @@ class Counters:
     Totals stay whole numbers, of any size, while whole numbers are added.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        """`clock_ns`: the wall clock, which dates exemplars."""
+        self._clock_ns = clock_ns
         self._values: dict[_Series, float] = {}
         self._histograms: dict[_Series, Histogram] = {}
 
@@ -64,17 +79,25 @@ class Counters:
             self.set(name, value, labels)
 
     def observe(
-        self, name: str, value: float, labels: Labels = (), *, count: int = 1, trace_id: str = ""
+        self,
+        name: str,
+        value: float,
+        labels: Labels = (),
+        *,
+        count: int = 1,
+        span: SpanContext | None = None,
     ) -> None:
-        """Add `count` equal values to a histogram. `trace_id` names the trace they come from."""
+        """Add `count` equal values to a histogram. `span` is the exported one that they come from."""
         histogram = self._histograms.get((name, labels))
         if histogram is None:
             histogram = self._open(name, labels)
         bucket = bisect_left(histogram.ends, value)
         histogram.counts[bucket] += count
         histogram.sum += value * count
-        if trace_id:
-            histogram.exemplars[bucket] = (trace_id, value)
+        if span is not None:
+            histogram.exemplars[bucket] = BucketExemplar(
+                value, span.trace_id, span.span_id, at_unix_ns=self._clock_ns()
+            )
 
     def names(self) -> frozenset[str]:
         """The metrics that have a value."""

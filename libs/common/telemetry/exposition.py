@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
+from opentelemetry.trace import format_span_id, format_trace_id
 from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.exposition import choose_encoder
@@ -13,7 +14,7 @@ from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 from libs.common.telemetry.aliases import ALIASES, MODEL_LABEL
-from libs.common.telemetry.counters import Counters, Histogram, Labels
+from libs.common.telemetry.counters import BucketExemplar, Counters, Histogram, Labels
 from libs.common.telemetry.metric import Metric
 from libs.common.telemetry.metric_table import METRICS, zero_metrics
 
@@ -74,15 +75,21 @@ def _add_histogram(family: MetricFamily, name: str, labels: Mapping[str, str], h
     count = 0
     for bucket, end in enumerate((*histogram.ends, math.inf)):
         count += histogram.counts[bucket]
-        trace_id, value = histogram.exemplars.get(bucket, ("", 0.0))
         family.add_sample(
             f"{name}_bucket",
             {**labels, "le": floatToGoString(end)},  # type: ignore[no-untyped-call]
             count,
-            exemplar=Exemplar({"trace_id": trace_id}, value) if trace_id else None,
+            exemplar=_exemplar(histogram.exemplars.get(bucket)),
         )
     family.add_sample(f"{name}_count", dict(labels), count)
     family.add_sample(f"{name}_sum", dict(labels), histogram.sum)
+
+
+def _exemplar(found: BucketExemplar | None) -> Exemplar | None:
+    if found is None:
+        return None
+    ids = {"trace_id": format_trace_id(found.trace_id), "span_id": format_span_id(found.span_id)}
+    return Exemplar(ids, found.value, found.at_unix_ns / 1e9)
 
 
 def _named(metric: Metric, labels: Labels) -> dict[str, str]:

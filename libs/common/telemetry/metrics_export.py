@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+from opentelemetry.sdk.metrics import Exemplar
 from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
     DataT,
@@ -27,7 +28,7 @@ from opentelemetry.sdk.metrics.export import Metric as ExportedMetric
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from libs.common.telemetry.counters import Counters, Histogram, Labels
+from libs.common.telemetry.counters import BucketExemplar, Counters, Histogram, Labels
 from libs.common.telemetry.metric_table import METRICS, zero_metrics
 from libs.common.telemetry.process_metrics import ProcessMetrics
 
@@ -150,7 +151,12 @@ class _Points:
             explicit_bounds=histogram.ends,
             min=_UNKNOWN,
             max=_UNKNOWN,
+            exemplars=[_exemplar(found) for _, found in sorted(histogram.exemplars.items())],
         )
+
+
+def _exemplar(found: BucketExemplar) -> Exemplar:
+    return Exemplar({}, found.value, found.at_unix_ns, span_id=found.span_id, trace_id=found.trace_id)
 
 
 def _number_data(name: str, points: list[NumberDataPoint]) -> DataT:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from opentelemetry import context as contexts
 from opentelemetry import trace
-from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
+from opentelemetry.trace import INVALID_SPAN, Span, SpanContext, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from libs.common.telemetry.otlp import exports_traces, resource_of, span_exporter
@@ -92,6 +92,14 @@ def trace_id() -> str:
         return ""
     current = trace.get_current_span().get_span_context()
     return trace.format_trace_id(current.trace_id) if current.is_valid else ""
+
+
+def exported_context() -> SpanContext | None:
+    """The current span's ids where the span is sampled, so that a reader can find it; None elsewhere."""
+    if _tracer is None:
+        return None
+    current = trace.get_current_span().get_span_context()
+    return current if current.is_valid and current.trace_flags.sampled else None
 
 
 def span(name: str, **attributes: Attribute) -> contextlib.AbstractContextManager[Span]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 
+from opentelemetry.trace import SpanContext
+
 from libs.common.block_hash import HashChain
 from libs.common.telemetry import tracing
 from libs.text.tool_declaration import cached_tools_text, tools_text
@@ -112,7 +114,7 @@ class GenerationTask:
     _state: RequestState | None = None  # while attempts run
     _is_closed: bool = False
     _admitted_s: float = 0.0
-    _trace_id: str = ""
+    _span: SpanContext | None = None  # the request's, where it is exported
     _prompt: Prompt = field(init=False)
     _chain: HashChain = field(init=False)  # of the prompt, then of the whole context
 
@@ -142,10 +144,10 @@ class GenerationTask:
         context = self.context
         self._admitted_s = context.clock()
         self.timeline.admitted(self._admitted_s)
-        self._trace_id = tracing.trace_id()
+        self._span = tracing.exported_context()
         queued_s = self._admitted_s - self.began_s
         if not self.caller.is_job:
-            context.counters.observe("slipstream_request_queue_seconds", queued_s, trace_id=self._trace_id)
+            context.counters.observe("slipstream_request_queue_seconds", queued_s, span=self._span)
         await context.start_pacer.acquire(self.caller.tenant)
         self._prompt = await encode_prompt(
             context,
@@ -215,7 +217,7 @@ class GenerationTask:
                 began_s=self.began_s,
                 admitted_s=self._admitted_s,
                 counters=context.counters,
-                trace_id=self._trace_id,
+                span=self._span,
                 timeline=self.timeline,
                 is_job=self.caller.is_job,
             ),

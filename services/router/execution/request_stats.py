@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from opentelemetry.trace import SpanContext
+
 from libs.common.telemetry.counters import Counters
 from services.router.execution.attempt_types import TokenBatch
 from services.router.placement.types import PlacementDecision
@@ -26,11 +28,11 @@ class StatsRecorder:
         began_s: float,
         admitted_s: float | None = None,
         counters: Counters | None = None,
-        trace_id: str = "",
+        span: SpanContext | None = None,
         timeline: RequestTimeline | None = None,
         is_job: bool = False,
     ) -> None:
-        """`counters` get the times of tokens; `trace_id` names the request's trace there.
+        """`counters` get the times of tokens; `span` is the request's there.
 
         No client waits for the first token of a job (`is_job`), which counts in no time until it.
         """
@@ -43,7 +45,7 @@ class StatsRecorder:
         self._began_s = began_s
         self._admitted_s = began_s if admitted_s is None else admitted_s
         self._counters = counters or Counters()
-        self._trace_id = trace_id
+        self._span = span
         self._timeline = timeline or RequestTimeline()
         self._is_job = is_job
         self._first_token_s: float | None = None
@@ -145,7 +147,7 @@ class StatsRecorder:
         return 0.0 if self._first_token_s is None else self._last_token_s - self._first_token_s
 
     def _observe(self, name: str, elapsed_s: float) -> None:
-        self._counters.observe(name, elapsed_s, trace_id=self._trace_id)
+        self._counters.observe(name, elapsed_s, span=self._span)
 
 
 def _total(one: decode_pb2.SequenceStats, other: decode_pb2.SequenceStats) -> decode_pb2.SequenceStats:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from opentelemetry.trace import SpanContext, TraceFlags
 from prometheus_client import Metric
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,7 +15,8 @@ from libs.common.telemetry.exposition import render_metrics
 from libs.common.telemetry.metric_table import METRICS, SECTIONS, SERVICES, metrics_of
 
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
-TRACE = "0af7651916cd43dd8448eb211c80319c"
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "00f067aa0ba902b7"
+AT_NS = 1_700_000_000_250_000_000
 
 
 def text(counters: Counters, **options: str) -> str:
@@ -99,12 +101,13 @@ def test_a_service_has_its_counters_and_histograms_at_0_from_the_start(service: 
 
 
 def test_exemplars_are_in_openmetrics_only() -> None:
-    counters = Counters()
-    counters.observe("slipstream_time_to_first_token_seconds", 0.3, trace_id=TRACE)
+    span = SpanContext(int(TRACE, 16), int(SPAN, 16), is_remote=False, trace_flags=TraceFlags(1))
+    counters = Counters(clock_ns=lambda: AT_NS)
+    counters.observe("slipstream_time_to_first_token_seconds", 0.3, span=span)
     counters.observe("slipstream_time_to_first_token_seconds", 7.0)
     assert TRACE not in text(counters)
     (family,) = parsed_open_metrics(counters)
     found = {sample.labels["le"]: sample.exemplar for sample in family.samples if sample.exemplar is not None}
-    assert {le: (dict(one.labels), one.value) for le, one in found.items()} == {
-        "0.5": ({"trace_id": TRACE}, 0.3)
+    assert {le: (dict(one.labels), one.value, float(str(one.timestamp))) for le, one in found.items()} == {
+        "0.5": ({"trace_id": TRACE, "span_id": SPAN}, 0.3, AT_NS / 1e9)
     }

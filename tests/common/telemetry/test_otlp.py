@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -14,6 +17,7 @@ from opentelemetry.proto.metrics.v1 import metrics_pb2
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
+from libs.common.telemetry import tracing
 from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.metrics_export import MetricsExport
 from libs.common.telemetry.otlp import (
@@ -27,8 +31,10 @@ from libs.common.telemetry.otlp import (
 )
 from libs.common.telemetry.process_metrics import ProcessMetrics
 from tests.support.network.http_collector import HttpCollector
+from tests.support.recorded_spans import kept_spans
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317"}
+Exemplars = dict[str, list[metrics_pb2.Exemplar]]
 HTTP = {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
 
 
@@ -81,39 +87,48 @@ class MetricsCollector(metrics_service_pb2_grpc.MetricsServiceServicer):
     def __init__(self) -> None:
         self.resource: dict[str, str] = {}
         self.metrics: dict[str, metrics_pb2.Metric] = {}
+        self.requests: list[metrics_service_pb2.ExportMetricsServiceRequest] = []
 
     def Export(
         self, request: metrics_service_pb2.ExportMetricsServiceRequest, context: Any
     ) -> metrics_service_pb2.ExportMetricsServiceResponse:
+        self.requests.append(request)
         (group,) = request.resource_metrics
         self.resource = {pair.key: pair.value.string_value for pair in group.resource.attributes}
         self.metrics = {metric.name: metric for scope in group.scope_metrics for metric in scope.metrics}
         return metrics_service_pb2.ExportMetricsServiceResponse()
 
 
-async def test_metrics_leave_at_the_interval_and_once_more_at_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@contextmanager
+def collecting() -> Iterator[tuple[MetricsCollector, str]]:
+    """A collector over gRPC, and its address."""
     collector, server = MetricsCollector(), grpc.server(ThreadPoolExecutor(2))
     add: Any = metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server
     add(collector, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", f"http://127.0.0.1:{port}")
+    try:
+        yield collector, f"http://127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait()
+
+
+async def test_metrics_leave_at_the_interval_and_once_more_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "50")
     counters = Counters()
     metrics = ProcessMetrics("router", counters, lambda _: {"slipstream_requests_running": 2})
     metrics.model = "kimi"
     counters.add("slipstream_requests_finished_total", 3, ("stop",))
     counters.observe("slipstream_time_to_first_token_seconds", 0.3, count=2)
-    try:
+    with collecting() as (collector, endpoint):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", endpoint)
         async with asyncio.timeout(100), export_metrics(metrics, instance="router-0"):
             while not collector.metrics:
                 await asyncio.sleep(0.01)
             monkeypatch.setattr(collector, "metrics", {})
             counters.add("slipstream_requests_finished_total", 4, ("stop",))
-    finally:
-        server.stop(0).wait()
     found = collector.metrics
     (finished,) = found["slipstream_requests_finished_total"].sum.data_points
     assert (finished.as_int, finished.attributes[0].value.string_value) == (7, "stop")
@@ -136,6 +151,62 @@ async def test_metrics_leave_at_the_interval_and_once_more_at_the_end(
         "slipstream-router",
         "router-0",
     )
+
+
+def exemplars_of(request: metrics_service_pb2.ExportMetricsServiceRequest) -> Exemplars:
+    """The exemplars by metric."""
+    found: Exemplars = {}
+    for group in request.resource_metrics:
+        for metric in (metric for scope in group.scope_metrics for metric in scope.metrics):
+            for point in metric.histogram.data_points:
+                found.setdefault(metric.name, []).extend(point.exemplars)
+    return {name: exemplars for name, exemplars in found.items() if exemplars}
+
+
+async def exported_exemplars(monkeypatch: pytest.MonkeyPatch, protocol: str, counters: Counters) -> Exemplars:
+    """What a collector receives of the counters over this protocol."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+    metrics = ProcessMetrics("router", counters, lambda _: {})
+    if protocol == "grpc":
+        with collecting() as (collector, endpoint):
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", endpoint)
+            async with export_metrics(metrics, instance="router-0"):
+                pass
+        return exemplars_of(collector.requests[-1])
+    with HttpCollector() as http:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", f"{http.endpoint}/v1/metrics")
+        async with export_metrics(metrics, instance="router-0"):
+            pass
+    return exemplars_of(
+        metrics_service_pb2.ExportMetricsServiceRequest.FromString(http.bodies["/v1/metrics"][-1])
+    )
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
+async def test_exemplars_name_the_exported_spans_of_the_last_values(
+    monkeypatch: pytest.MonkeyPatch, protocol: str
+) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    name = "slipstream_time_to_first_token_seconds"
+    times = itertools.count(1_700_000_000_000_000_001)
+    counters = Counters(clock_ns=lambda: next(times))
+    with kept_spans() as kept:
+        for value in (0.3, 0.31, 7.0):
+            with tracing.server_span(f"request {value}", {}, begins=True):
+                counters.observe(name, value, span=tracing.exported_context())
+    counters.observe(name, 0.02, span=tracing.exported_context())
+    found = await exported_exemplars(monkeypatch, protocol, counters)
+    last, slow = kept.one("request 0.31").context, kept.one("request 7.0").context
+    assert last is not None and slow is not None
+    expected = [
+        (0.31, f"{last.trace_id:032x}", f"{last.span_id:016x}", 1_700_000_000_000_000_002),
+        (7.0, f"{slow.trace_id:032x}", f"{slow.span_id:016x}", 1_700_000_000_000_000_003),
+    ]
+    assert set(found) == {name, "gen_ai.server.time_to_first_token"}
+    for exemplars in found.values():
+        assert [
+            (one.as_double, one.trace_id.hex(), one.span_id.hex(), one.time_unix_nano) for one in exemplars
+        ] == expected
 
 
 async def test_a_collector_that_is_away_costs_a_line_in_the_log(

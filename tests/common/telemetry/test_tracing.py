@@ -185,3 +185,13 @@ def test_without_an_exporter_there_is_nothing() -> None:
 def _id(span: object) -> int:
     context = span.get_span_context()  # type: ignore[attr-defined]
     return int(context.span_id)
+
+
+def test_only_a_sampled_span_is_named_beside_a_value(kept: KeptSpans) -> None:
+    assert tracing.exported_context() is None
+    with tracing.server_span("request", {"traceparent": PARENT}):
+        found = tracing.exported_context()
+    assert found is not None and found == kept.last().context
+    with tracing.server_span("request", {"traceparent": PARENT.removesuffix("01") + "00"}):
+        assert tracing.trace_id() == "a" * 32
+        assert tracing.exported_context() is None, "the span is not exported"

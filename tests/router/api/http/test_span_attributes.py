@@ -39,7 +39,8 @@ async def test_an_answer_has_the_attributes_of_http_and_of_generative_ai(router:
         accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
         async with http.get(url, headers=accept) as scrape:
             lines = (await scrape.text()).splitlines()
-    trace = f'# {{trace_id="{span.context.trace_id:032x}"}} '
+    ids = f'span_id="{span.context.span_id:016x}",trace_id="{span.context.trace_id:032x}"'
+    trace = f"# {{{ids}}} "
     named = {line.partition("_bucket")[0] for line in lines if trace in line}
     times = ("time_to_first_token", "request_queue", "request_prefill", "request_decode", "request_duration")
     assert named == {f"slipstream_{name}_seconds" for name in times}
