@@ -82,7 +82,14 @@ def test_pod_templates_of_groups_are_valid(name: str) -> None:
 
 def test_the_checks_find_an_unknown_field_and_a_wrong_type() -> None:
     overlay = render("overlays/16xh200-pd")
-    for kind in ("Deployment", "Certificate", "DisaggregatedSet", "HTTPRoute", "InferencePool", "PodMonitor"):
+    for kind in (
+        "Deployment",
+        "Certificate",
+        "DisaggregatedSet",
+        "HTTPRoute",
+        "InferencePool",
+        "ServiceMonitor",
+    ):
         item = of_kind(overlay, kind)[0]
         check(item)
         for broken in ({"aTypo": 1}, {next(iter(item["spec"])): 1.5}):

@@ -65,12 +65,6 @@ def test_every_service_port_is_one_of_its_pods(name: str) -> None:
             for pod in selected:
                 named = {each["name"]: each["containerPort"] for each in pod.main["ports"]}
                 assert named[port["targetPort"]] == port["port"], name_of(service)
-    for monitor in of_kind(objects, "PodMonitor"):
-        selected = [pod for pod in services_of(objects) if selects(monitor["spec"]["selector"], pod.labels)]
-        assert selected, name_of(monitor)
-        for pod in selected:
-            for endpoint in monitor["spec"]["podMetricsEndpoints"]:
-                assert endpoint["port"] in {each["name"] for each in pod.main["ports"]}
 
 
 def policies_of(objects: tuple[Object, ...], pod: PodTemplate, direction: str) -> list[Object]:

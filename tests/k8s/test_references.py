@@ -99,8 +99,8 @@ def of_others(objects: tuple[Object, ...]) -> Iterator[str]:
                 yield from (f"{each['kind']}/{each['name']}" for each in spec["parentRefs"])
                 for rule in spec["rules"]:
                     yield from (f"{each['kind']}/{each['name']}" for each in rule["backendRefs"])
-            case "PodMonitor":
-                for endpoint in spec["podMetricsEndpoints"]:
+            case "ServiceMonitor":
+                for endpoint in spec["endpoints"]:
                     if "authorization" in endpoint:
                         yield f"Secret/{endpoint['authorization']['credentials']['name']}"
 

@@ -116,7 +116,7 @@ def test_every_service_has_its_own_name_and_address_and_the_secret(name: str) ->
 
 @pytest.mark.parametrize("name", RENDERS)
 def test_a_router_pod_is_one_process(name: str) -> None:
-    """A PodMonitor and a probe reach the first process of a pod only, and an HPA counts pods."""
+    """A ServiceMonitor and a probe reach the first process of a pod only, and an HPA counts pods."""
     (router,) = [pod for pod in services_of(render(name)) if pod.tier == "router"]
     assert dict(given(name, router)).get("processes", "1") == "1"
 
