@@ -24,6 +24,13 @@ from tests.k8s.renders import Object, PodTemplate, config_maps
 _UNITS = {"Mi": 1 << 20, "Gi": 1 << 30}
 
 
+def stored_name(image: str) -> str:
+    """The name of an image in buildah's store, which has those without a registry under localhost."""
+    registry, slash, _ = image.partition("/")
+    has_registry = slash and ("." in registry or ":" in registry or registry == "localhost")
+    return image if has_registry else f"localhost/{image}"
+
+
 def quantity_bytes(text: str) -> int:
     """Bytes of 512Mi or 1Gi."""
     return int(text[:-2]) * _UNITS[text[-2:]]

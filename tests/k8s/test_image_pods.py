@@ -22,7 +22,7 @@ from slipstream.errors import FailedPrecondition
 from supervisor.etcd import etcd_binary
 from supervisor.health import until_etcd_ready
 from tests.k8s.cluster.conftest import IMAGES
-from tests.k8s.pod_container import PodContainer
+from tests.k8s.pod_container import PodContainer, stored_name
 from tests.k8s.renders import pods, render
 
 pytestmark = [pytest.mark.images, pytest.mark.timeout(1800)]
@@ -34,7 +34,7 @@ ETCD_START_S = 60.0
 @pytest.fixture(scope="module")
 def containers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, PodContainer], str]]:
     """Every pod, started one after the other, and a tenant's key."""
-    names = {tier: f"localhost/{IMAGES.format(tier=tier)}" for tier in START_ORDER}
+    names = {tier: stored_name(IMAGES.format(tier=tier)) for tier in START_ORDER}
     if reason := why_no_containers() or _missing(names):
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("pods")

@@ -11,8 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.e2e.access.keyed_cluster import keyed_cluster
 from tests.k8s.cluster.conftest import write_overlay
+from tests.k8s.pod_container import stored_name
 from tests.k8s.renders import ROOT, TIERS, needs_kubectl, pods, render
 
 WAIT_S = 120.0
@@ -51,6 +54,20 @@ def test_the_load_counts_answers_and_failures(tmp_path: Path) -> None:
         refused = run_load(*ends, "no key of this cluster", least=1)
         assert refused["sdk"]["done"] == refused["http"]["done"] == 0
         assert refused["sdk"]["failed"] and "401" in refused["http"]["errors"][0]
+
+
+@pytest.mark.parametrize(
+    ("image", "stored"),
+    [
+        ("slipstream-router:dev", "localhost/slipstream-router:dev"),
+        ("team/slipstream-router:dev", "localhost/team/slipstream-router:dev"),
+        ("localhost/slipstream-router:dev", "localhost/slipstream-router:dev"),
+        ("registry.test/slipstream-router:7", "registry.test/slipstream-router:7"),
+        ("node:5000/of/slipstream-router:7", "node:5000/of/slipstream-router:7"),
+    ],
+)
+def test_an_image_of_a_registry_keeps_its_name(image: str, stored: str) -> None:
+    assert stored_name(image) == stored
 
 
 def test_the_overlay_of_the_suite_names_the_images_of_the_nodes(tmp_path: Path) -> None:
