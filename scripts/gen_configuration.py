@@ -59,7 +59,8 @@ have the same form. A service reads the sections [common] and its own, which goe
 - Its flags go before the file. It passes no variables on.
 - It gives each process its name, addresses, directories and secret (`RUN_DIR/cluster.secret`), whatever the
   file says of them. Only `http` and `listen` of [router] count: they are the first router's. It refuses
-  `advertise`, `kv_listen` and `disk`, which processes of one machine cannot share.
+  `advertise`, `admin_advertise`, `admin_http_advertise`, `kv_advertise`, `kv_listen` and `disk`, which
+  processes of one machine cannot share.
 - `up` starts an etcd, unless `--etcd` or `etcd` of [up] names one. `etcd` of [common] and of the tiers
   is that of services which are started elsewhere: `up` does not dial it, and says so. `etcd_*` go with a
   named etcd.

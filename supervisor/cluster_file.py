@@ -41,7 +41,14 @@ SETTINGS: Mapping[Role, type[Any]] = {
     Role.DRAFTER: WorkerSettings,
 }
 # Two processes of one machine cannot share these.
-_OF_ONE_PROCESS = ("advertise", "kv_listen", "disk")
+_OF_ONE_PROCESS = (
+    "advertise",
+    "admin_advertise",
+    "admin_http_advertise",
+    "kv_listen",
+    "kv_advertise",
+    "disk",
+)
 # Each process has these from `up`, whatever the file says.
 _OF_UP = ("etcd", "cluster_secret_file", "run_dir", "data_dir")
 _FLAG = "--config"

@@ -21,7 +21,6 @@ from libs.common.http.admin_port import open_admin_port
 from libs.common.http.admin_server import serve_admin
 from libs.common.kv_events.log import BlockEventLog
 from libs.common.kv_events.server import KvEventServicer
-from libs.common.rpc.endpoints import endpoint_beside
 from libs.common.rpc.serve import ServiceHost
 from libs.common.runtime import heap
 from libs.common.runtime.readiness import ProcessHealth
@@ -66,7 +65,11 @@ async def serve(options: Options) -> None:
         names=options.server_names,
     )
     port = open_admin_port(
-        options.admin_http, secret=options.secret, advertised=host.endpoint, names=options.server_names
+        options.admin_http,
+        secret=options.secret,
+        advertised=host.endpoint,
+        advertise=options.admin_http_advertise,
+        names=options.server_names,
     )
     health, counters = ProcessHealth(), Counters()
     servicers: _Servicers | None = None
@@ -82,7 +85,9 @@ async def serve(options: Options) -> None:
         )
         await stack.enter_async_context(export_metrics(metrics, instance=options.instance))
         await host.start([f"slipstream.v1.{name}Service" for name in ("Kvstore", "KvEvent", "Worker")])
-        transport = open_transport(options.transport, host_of(host.endpoint), bind=options.kv_bind)
+        transport = open_transport(
+            options.transport, host_of(host.endpoint), bind=options.kv_bind, advertise=options.kv_advertise
+        )
         stack.push_async_callback(transport.close)
         discovery = await open_discovery(options.etcd, stack, ttl_s=options.etcd_lease_s)
         addresses = await open_address_book(discovery, stack)
@@ -90,7 +95,7 @@ async def serve(options: Options) -> None:
         stack.push_async_callback(node.close)
         identity = WorkerIdentity("kvstore", options.instance, transport=transport.kind)
         record = _record(options, host.endpoint, identity, node, session_digest(transport.session_id))
-        record = replace(record, admin_http=endpoint_beside(port.endpoint, host.endpoint))
+        record = replace(record, admin_http=port.advertised)
         member = FleetMember(host, discovery, record, health)
         servicers = _Servicers(
             node, transport, identity, member, addresses, metrics, on_exit=host.request_stop

@@ -44,10 +44,12 @@ class Options:
     server_names: Sequence[str] = ()
     secret: ClusterSecret | None = None
     admin_http: str = "127.0.0.1:0"
+    admin_http_advertise: str = ""  # what others dial for `admin_http`; "" = the host of `advertise`
     admin_http_tls: TlsFiles | None = None  # None: plain HTTP
     region: str = ""
     advertise: str = ""  # what others dial; "" = what `listen` came to
     kv_bind: str = ""  # HOST:PORT of the KV transport; "" = any free port of the address that others dial
+    kv_advertise: str = ""  # HOST:PORT of the KV transport that peers dial; "" = the host of `advertise`
     pool: PoolOptions | None = None
     checksum: KvChecksum = UNKEYED
 
@@ -109,6 +111,7 @@ def options_of(parsed: NodeSettings) -> Options:
         listen=parsed.listen,
         advertise=parsed.advertise,
         kv_bind=parsed.kv_bind(),
+        kv_advertise=parsed.kv_advertise,
         etcd=EtcdAccess.of(parsed),
         etcd_lease_s=parsed.etcd_lease_s,
         disks=parsed.disk or (parsed.data_dir or parsed.run_dir / parsed.instance,),
@@ -126,6 +129,7 @@ def options_of(parsed: NodeSettings) -> Options:
         server_names=parse_endpoints(parsed.server_names),
         secret=parsed.cluster_secret(),
         admin_http=parsed.admin_http,
+        admin_http_advertise=parsed.admin_http_advertise,
         admin_http_tls=parsed.tls_of_http(),
     )
 
@@ -138,7 +142,7 @@ def _pool(parsed: NodeSettings) -> PoolOptions | None:
         pool_master(parsed.pool_master, EtcdAccess.of(parsed)),
         segment_bytes=parsed.pool_bytes,
         replicas=parsed.pool_replicas,
-        host=host_of(parsed.advertise or parsed.listen),
+        host=host_of(parsed.kv_advertise or parsed.advertise or parsed.listen),
         protocol="rdma" if choice.kind == "rdma" else "tcp",
         devices=choice.devices,
         admin=tuple(parsed.pool_admin.split(",")) if parsed.pool_admin else (),

@@ -118,7 +118,9 @@ def _router_options(options: RouterSettings, card: ModelCard, keys: ApiKeys) -> 
         advertise=options.advertise,
         http=options.http,
         admin=options.admin,
+        admin_advertise=options.admin_advertise,
         admin_http=options.admin_http,
+        admin_http_advertise=options.admin_http_advertise,
         tls=options.tls(),
         http_tls=options.http_tls,
         allowed_hosts=parse_names(options.allowed_hosts),
@@ -204,6 +206,7 @@ def main() -> int:
                     http=options.http,
                     admin=options.admin,
                     admin_http=options.admin_http,
+                    admin_http_advertise=options.admin_http_advertise,
                     count=options.processes,
                     grace_s=options.drain_s,
                 )

@@ -30,6 +30,7 @@ async def run_processes(
     http: str,
     admin: str,
     admin_http: str,
+    admin_http_advertise: str,
     count: int,
     grace_s: float,
 ) -> int:
@@ -37,7 +38,7 @@ async def run_processes(
 
     The addresses are host:port; port 0 = any free one. All processes share them but `admin_http`, which is
     the first one's: metrics are a process's own, and the others take any free port, which
-    discovery has. Returns the exit status.
+    discovery has, on the host of `admin_http_advertise` where that is given. Returns the exit status.
     """
     addresses = {"--listen": listen, "--http": http, "--admin": admin, "--admin-http": admin_http}
     # Bound, never listened on: they keep the ports for the children, also while one restarts.
@@ -57,12 +58,18 @@ async def run_processes(
             for name in names:
                 own = ["--instance", name]
                 if name != instance:
-                    own += ["--admin-http", f"{admin_http.rpartition(':')[0]}:0"]
+                    own += ["--admin-http", _any_port(admin_http)]
+                if name != instance and admin_http_advertise:
+                    own += ["--admin-http-advertise", _any_port(admin_http_advertise)]
                 group.create_task(_keep([*common, *own], stopping, children, grace_s=grace_s))
     finally:
         for holder in holders.values():
             holder.close()
     return 0
+
+
+def _any_port(endpoint: str) -> str:
+    return f"{endpoint.rpartition(':')[0]}:0"
 
 
 def _kill_all(children: set[asyncio.subprocess.Process]) -> None:

@@ -32,7 +32,9 @@ class RouterOptions:
     advertise: str = ""  # what others dial; "" = what `listen` came to
     http: str = "127.0.0.1:0"
     admin: str = "127.0.0.1:0"
+    admin_advertise: str = ""  # what others dial for `admin`; "" = the host of `advertise`
     admin_http: str = "127.0.0.1:0"
+    admin_http_advertise: str = ""  # the same for `admin_http`
     tls: TlsFiles | None = None  # of the admin port, and towards workers
     client_tls: TlsFiles | None = None  # of the public port; None: `tls`
     secret: ClusterSecret | None = None

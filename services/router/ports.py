@@ -66,15 +66,22 @@ def open_ports(options: RouterOptions, *, read: ReadRequest, on_refused: OnRefus
         keys=keys,
         public_methods=SCALER_METHODS if options.scaler_is_public else (),
     )
-    admin = ServiceHost(options.admin, tls=options.tls, access=admin_access, options=shared, flag="--admin")
-    beside = endpoint_beside(admin.endpoint, public.endpoint)
-    admin_access.answer_to(admin.endpoint, (beside, *options.server_names))
+    admin = ServiceHost(
+        options.admin,
+        advertise=endpoint_beside(options.admin, public.endpoint, options.admin_advertise),
+        tls=options.tls,
+        access=admin_access,
+        names=options.server_names,
+        options=shared,
+        flag="--admin",
+    )
     admin_http = open_admin_port(
         options.admin_http,
         secret=options.secret,
         keys=keys,
         share_port=options.share_ports,
         advertised=public.endpoint,
+        advertise=options.admin_http_advertise,
         names=options.server_names,
     )
     return RouterPorts(public, listen_tcp(options.http, share_port=options.share_ports), admin, admin_http)

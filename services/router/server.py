@@ -22,7 +22,6 @@ from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.http.guard import HttpGuard
 from libs.common.http.listening import endpoint_of
 from libs.common.rpc.access import Metadata, current_caller
-from libs.common.rpc.endpoints import endpoint_beside
 from libs.common.rpc.serve import Context
 from libs.common.rpc.single_request import read_request
 from libs.common.runtime.readiness import membership_figures
@@ -93,8 +92,8 @@ class RouterServer:
             options.instance,
             self.host.endpoint,
             self._identity.incarnation,
-            admin=endpoint_beside(self.admin.endpoint, self.host.endpoint),
-            admin_http=endpoint_beside(self.admin_http_endpoint, self.host.endpoint),
+            admin=self.admin.endpoint,
+            admin_http=self.ports.admin_http.advertised,
         )
         self.pipeline = RequestPipeline(card, discovery, placements, options, exit_reports=exit_reports)
         self.counters, self.fleet = self.pipeline.counters, self.pipeline.fleet

@@ -12,7 +12,7 @@ from libs.common.api_bounds import RESPONSE_TTL_S
 from libs.common.cluster.placements import SESSION_TTL_S
 from libs.common.runtime.config_file import files_of
 from libs.common.runtime.process_settings import ServiceSettings
-from libs.common.runtime.settings import check_address, check_readable, setting
+from libs.common.runtime.settings import check_address, check_advertised, check_readable, setting
 from libs.common.service_bounds import MAX_RUNNING_JOBS, MAX_RUNNING_REQUESTS
 from libs.database.database import check_database_url, has_password
 from services.router.autoscale.settings import parse_aims, parse_limits
@@ -98,6 +98,12 @@ class RouterSettings(ServiceSettings):
         "address of the gRPC server of operators and peers; port 0 = any free one",
         default="127.0.0.1:0",
         check=check_address,
+    )
+    admin_advertise: str = setting(
+        "HOST:PORT of --admin that others dial; HOST may be a name; port 0 = the port of --admin",
+        default="",
+        default_text="what --admin came to, with the host of --advertise for 0.0.0.0",
+        check=check_advertised,
     )
     tls_client_ca: Path | None = setting(
         "PEM of the CA of clients, whose certificates open the public gRPC port and nothing else",

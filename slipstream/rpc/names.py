@@ -13,10 +13,13 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from slipstream.rpc.backoff import Backoff
 
 log = logging.getLogger(__name__)
+
+Dialled = TypeVar("Dialled")
 
 _REPEAT_LOG_S = 30.0
 # Questions to a dead name server block for many seconds: they must not fill the loop's threads.
@@ -65,6 +68,18 @@ async def wait_resolved(
         if logged_s is not None:
             log.info("%s: the name %s resolves after %.1f s", what, host, clock() - began_s)
         return logged_s is not None
+
+
+async def once_resolved(endpoint: str, dial: Callable[[], Awaitable[Dialled]], *, what: str) -> Dialled:
+    """What `dial` returns. Where the name of HOST:PORT does not resolve, wait for it and dial once more.
+
+    The caller bounds the wait.
+    """
+    try:
+        return await dial()
+    except socket.gaierror:
+        await wait_resolved(endpoint, what=what)
+        return await dial()
 
 
 async def _resolve(host: str) -> object:

@@ -28,13 +28,14 @@ from slipstream.rpc.scrape_token import scrape_token
 class AdminPort:
     """A bound port. `access` judges reading; None: on a loopback address. `token` opens the metrics and
     nothing else. `changes` judges what is no GET; None: as `access`. `console_key` makes its bearer an
-    operator of the console."""
+    operator of the console. `advertised` is the host:port that others dial; empty: the bound one."""
 
     listening: socket.socket
     access: AccessControl | None
     token: str
     changes: AccessControl | None = None
     console_key: str = ""
+    advertised: str = ""
 
     @property
     def endpoint(self) -> str:
@@ -42,7 +43,9 @@ class AdminPort:
         return endpoint_of(self.listening)
 
     def guard(self, *, allowed_hosts: tuple[str, ...] = (), has_pages: bool = False) -> HttpGuard:
-        """The rules for Host and Origin."""
+        """The rules for Host and Origin. A loopback port behind a proxy has the advertised name too."""
+        if self.advertised and is_loopback(host_of(self.endpoint)):
+            allowed_hosts = (*allowed_hosts, host_of(self.advertised))
         return HttpGuard.of(self.endpoint, allowed_hosts=allowed_hosts, cors_origins=(), has_pages=has_pages)
 
     def admit(self, route: str, headers: Mapping[str, str]) -> CallerIdentity:
@@ -76,11 +79,13 @@ def open_admin_port(
     keys: KeyClasses | None = None,
     share_port: bool = False,
     advertised: str = "",
+    advertise: str = "",
     names: Iterable[str] = (),
 ) -> AdminPort:
     """Bind --admin-http.
 
-    Callers' tokens name the port as it is bound, the host of `advertised`, or one of `names`.
+    `advertise` is --admin-http-advertise, `advertised` the gRPC address that stands in for it
+    (`endpoint_beside`). Callers' tokens name the port as it is bound, as it is advertised, or one of `names`.
 
     Raises Unavailable for an address in use, InvalidArgument for one that anyone could read.
     """
@@ -92,6 +97,8 @@ def open_admin_port(
         check_address(endpoint, is_open=is_open, flag="--admin-http", needed=needed)
     token = scrape_token(secret) if secret is not None else ""
     key = console_key(secret) if secret is not None and keys is not None else ""
-    port = AdminPort(listen_tcp(endpoint, share_port=share_port), access, token, changes, key)
-    changes.answer_to(port.endpoint, (endpoint_beside(port.endpoint, advertised or port.endpoint), *names))
-    return port
+    listening = listen_tcp(endpoint, share_port=share_port)
+    bound = endpoint_of(listening)
+    dialled = endpoint_beside(bound, advertised or bound, advertise)
+    changes.answer_to(bound, (dialled, *names))
+    return AdminPort(listening, access, token, changes, key, dialled)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from libs.common.runtime.settings import (
     check_address,
+    check_advertised,
     check_peers,
     check_readable,
     parse_endpoints,
@@ -64,7 +65,13 @@ class ServiceSettings:
         "HOST:PORT that other processes dial; HOST may be a name; port 0 = the port of --listen",
         default="",
         default_text="what --listen came to",
-        check=check_address,
+        check=check_advertised,
+    )
+    admin_http_advertise: str = setting(
+        "HOST:PORT of --admin-http that others dial; HOST may be a name; port 0 = the port of --admin-http",
+        default="",
+        default_text="what --admin-http came to, with the host of --advertise for 0.0.0.0",
+        check=check_advertised,
     )
     run_dir: Path = setting("directory for files of this run", default=Path(".run"))
     tls_ca: Path | None = setting(
@@ -184,6 +191,12 @@ class TierSettings(ServiceSettings):
         default="",
         default_text="any free port on the host of --listen",
         check=check_address,
+    )
+    kv_advertise: str = setting(
+        "HOST:PORT of the KV transport that peers dial; HOST may be a name; port 0 = the port of --kv-listen",
+        default="",
+        default_text="the host of --advertise",
+        check=check_advertised,
     )
     transport: str = setting(TRANSPORT_HELP, default="auto", check=TransportChoice.parse)
 

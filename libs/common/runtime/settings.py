@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from slipstream.rpc.hosts import address_of
+from slipstream.rpc.hosts import address_of, is_wildcard
 
 ENVIRONMENT_PREFIX = "SLIPSTREAM_"
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
@@ -70,6 +70,14 @@ def check_readable(path: Path) -> None:
 def check_address(text: str) -> None:
     """A `check` of settings that hold one HOST:PORT to listen on. Raises ValueError."""
     address_of(text)
+
+
+def check_advertised(text: str) -> None:
+    """A `check` of settings that hold the HOST:PORT that others dial, or nothing. Raises ValueError."""
+    if text:
+        address_of(text)
+        if is_wildcard(text):
+            raise ValueError(f"must be HOST:PORT that others can dial, not {text!r}: it is no single machine")
 
 
 def check_peers(text: str) -> None:

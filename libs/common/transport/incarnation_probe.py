@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from libs.common.transport.base import PeerGone, TransferTimeout
 from libs.common.transport.socket_server import listen_at
+from slipstream.rpc.names import once_resolved
 
 NONCE_BYTES = 16
 GREET_TIMEOUT_S = 1.0
@@ -67,7 +68,9 @@ async def greet(address: ProbeAddress, *, timeout_s: float = GREET_TIMEOUT_S) ->
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(address.host, address.port)
+            reader, writer = await once_resolved(
+                where, lambda: asyncio.open_connection(address.host, address.port), what="KV of a peer"
+            )
             nonce = await reader.readexactly(NONCE_BYTES)
             note = b""
             while len(note) < MAX_NOTE_BYTES and (more := await reader.read(MAX_NOTE_BYTES - len(note))):

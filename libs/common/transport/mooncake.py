@@ -95,10 +95,12 @@ class MooncakeTransport(PeerTransport[MooncakePeer]):
         host: str = "127.0.0.1",
         *,
         bind: str = "",
+        port: int = 0,
         protocol: str = "tcp",
         devices: Sequence[str] = (),
     ) -> None:
-        """Peers dial `host`; the probe listens on `bind` (HOST:PORT), by default on a free port of `host`.
+        """Peers dial `host`, which need not resolve yet; the probe listens on `bind` (HOST:PORT), by default
+        on a free port of `host`. Peers dial the probe at `port`, by default the bound one.
         `protocol` is tcp or rdma. `devices` are names of RDMA devices; empty means all of them.
 
         Raises ImportError when the engine's libraries are missing, FailedPrecondition when a device is
@@ -124,7 +126,7 @@ class MooncakeTransport(PeerTransport[MooncakePeer]):
         self._probe = IncarnationProbe(bind or f"{host}:0", note=note_of(ports))
         self._calls = ThreadPoolExecutor(4, thread_name_prefix="kv-mooncake")
         self._poller = ReadPoller()
-        self.session_id = f"{host}:{ports[0]}/{self._probe.port}/{self._probe.nonce.hex()}"
+        self.session_id = f"{host}:{ports[0]}/{port or self._probe.port}/{self._probe.nonce.hex()}"
         _engines.add(self)
 
     def _make_peer(self, session_id: str) -> MooncakePeer:

@@ -9,7 +9,7 @@ from libs.common.transport.base import KvTransport
 from libs.common.transport.mooncake import MooncakeTransport
 from libs.common.transport.socket import SocketTransport
 from slipstream.errors import FailedPrecondition
-from slipstream.rpc.hosts import is_loopback
+from slipstream.rpc.hosts import address_of, is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -43,24 +43,31 @@ class TransportChoice:
         return cls(kind, devices)
 
 
-def open_transport(text: str = "auto", host: str = "127.0.0.1", *, bind: str = "") -> KvTransport:
+def open_transport(
+    text: str = "auto", host: str = "127.0.0.1", *, bind: str = "", advertise: str = ""
+) -> KvTransport:
     """Open the one transport of this process, after any fork. All workers of a cluster must agree.
 
     `host` is where peers reach this process, and may be a name. `bind` is the HOST:PORT that the socket
-    transport or Mooncake's probe listens on, by default any free port of `host`. auto is socket where `host`
+    transport or Mooncake's probe listens on, by default any free port of `host`. `advertise` is the HOST:PORT
+    that peers dial instead of `host` and the bound port, which port 0 keeps; the ports of Mooncake's engines
+    stay those that they chose. auto is socket where `host`
     is a loopback address, as Mooncake's ports are open on all interfaces. Elsewhere it is Mooncake over TCP
     if its libraries load, else socket. One log line names the choice. Raises ValueError for an unknown
     choice, FailedPrecondition when a requested Mooncake does not load or an RDMA device is missing or
     unusable, TransferRefused when the engine does not start or the port is taken.
     """
     choice = TransportChoice.parse(text)
+    host, port = address_of(advertise) if advertise else (host, 0)
     if choice.kind == "auto" and is_loopback(host):
         log.info("KV transport: socket, because peers reach this process at %s", host)
-        return SocketTransport(host, bind=bind)
+        return SocketTransport(host, bind=bind, port=port)
     if choice.kind != "socket":
         protocol = "rdma" if choice.kind == "rdma" else "tcp"
         try:
-            transport = MooncakeTransport(host, bind=bind, protocol=protocol, devices=choice.devices)
+            transport = MooncakeTransport(
+                host, bind=bind, port=port, protocol=protocol, devices=choice.devices
+            )
             log.info("KV transport: %s, devices %s", transport.kind, ",".join(transport.devices) or "any")
             return transport
         except ImportError as error:
@@ -70,6 +77,6 @@ def open_transport(text: str = "auto", host: str = "127.0.0.1", *, bind: str = "
                     "and libcurl4, and a build with CUDA its runtime; --transport socket needs none of them"
                 ) from error
             log.warning("KV transport: socket, because Mooncake does not load (%s)", error)
-            return SocketTransport(host, bind=bind)
+            return SocketTransport(host, bind=bind, port=port)
     log.info("KV transport: socket")
-    return SocketTransport(host, bind=bind)
+    return SocketTransport(host, bind=bind, port=port)

@@ -30,13 +30,19 @@ class SocketTransport(PeerTransport[SocketPeer]):
     kind = "socket"
 
     def __init__(
-        self, host: str = "127.0.0.1", *, bind: str = "", progress_timeout_s: float = PROGRESS_TIMEOUT_S
+        self,
+        host: str = "127.0.0.1",
+        *,
+        bind: str = "",
+        port: int = 0,
+        progress_timeout_s: float = PROGRESS_TIMEOUT_S,
     ) -> None:
-        """Peers dial `host`; `bind` is the HOST:PORT to listen on, by default a free port of `host`."""
+        """Peers dial `host` and `port`, by default the bound one; `bind` is the HOST:PORT to listen on, by
+        default a free port of `host`."""
         super().__init__(stop_timeout_s=progress_timeout_s + _STOP_SLACK_S)
         self._progress_timeout_s = progress_timeout_s
         self._server = RegionServer(bind or f"{host}:0", self._regions)
-        self.session_id = f"{host}:{self._server.port}/{self._server.token.hex()}"
+        self.session_id = f"{host}:{port or self._server.port}/{self._server.token.hex()}"
         self._readers = ThreadPoolExecutor(32, thread_name_prefix="kv-read")
 
     def _register(self, region: Region) -> None:

@@ -23,6 +23,7 @@ from libs.common.transport.socket_server import (
     receive_exactly,
     receive_into,
 )
+from slipstream.rpc.names import once_resolved
 
 PROGRESS_TIMEOUT_S = 2.0
 READS_PER_PEER = 4
@@ -61,15 +62,19 @@ class SocketPeer:
         return None
 
     async def connect(self) -> socket.socket:
-        """A new connection, accepted by the peer. Raises PeerGone or TransferTimeout."""
+        """A new connection, accepted by the peer, whose name is looked up each time, again and again while it
+        does not resolve. Raises PeerGone or TransferTimeout."""
         loop = asyncio.get_running_loop()
         host, port = self.address
         connection: socket.socket | None = None
         try:
             async with asyncio.timeout(self._progress_timeout_s):
-                family, kind, protocol, _, address = (
-                    await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-                )[0]
+                found = await once_resolved(
+                    f"{host}:{port}",
+                    lambda: loop.getaddrinfo(host, port, type=socket.SOCK_STREAM),
+                    what="KV of a peer",
+                )
+                family, kind, protocol, _, address = found[0]
                 connection = socket.socket(family, kind, protocol)
                 connection.setblocking(False)
                 await loop.sock_connect(connection, address)

@@ -73,7 +73,9 @@ class EngineApp(WorkerApp):
             stop()
 
         options = self.options
-        transport = open_transport(options.transport, host_of(endpoint), bind=options.kv_bind())
+        transport = open_transport(
+            options.transport, host_of(endpoint), bind=options.kv_bind(), advertise=options.kv_advertise
+        )
         draft_source = await self.make_draft_source(discovery)
         core = WorkerCore(
             self.make_builder(),

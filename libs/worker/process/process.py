@@ -23,7 +23,6 @@ from libs.common.etcd.access import EtcdAccess
 from libs.common.http.admin_port import open_admin_port
 from libs.common.http.admin_server import serve_admin
 from libs.common.rpc.access import access_of
-from libs.common.rpc.endpoints import endpoint_beside
 from libs.common.rpc.serve import ServiceHost
 from libs.common.runtime import heap
 from libs.common.runtime.extras import missing_package
@@ -87,7 +86,11 @@ async def serve_worker(
         make_server=make_server,
     )
     port = open_admin_port(
-        options.admin_http, secret=options.cluster_secret(), advertised=host.endpoint, names=names
+        options.admin_http,
+        secret=options.cluster_secret(),
+        advertised=host.endpoint,
+        advertise=options.admin_http_advertise,
+        names=names,
     )
     health = ProcessHealth(lambda: loading(app.progress.done_bytes, app.progress.total_bytes))
     metrics = _metrics(role, options, app, host, health)
@@ -103,7 +106,7 @@ async def serve_worker(
         await app.open(host.endpoint, discovery, host.request_stop)
         identity = _identity(role, options.instance, app)
         record = _record(role, options, app, endpoint=host.endpoint, incarnation=identity.incarnation)
-        record = replace(record, admin_http=endpoint_beside(port.endpoint, host.endpoint))
+        record = replace(record, admin_http=port.advertised)
         member = FleetMember(host, discovery, record, health)
         worker = _worker_service(identity, app, metrics, member, on_exit=host.request_stop)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, host.server)

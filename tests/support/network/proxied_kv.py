@@ -22,8 +22,10 @@ def main() -> int:
     sys.argv = [f"services.{role}", *sys.argv[4:]]
     really_open = transports.open_transport
 
-    def open_announced(text: str = "auto", host: str = "127.0.0.1", *, bind: str = "") -> KvTransport:
-        transport = really_open(text, host, bind=bind)
+    def open_announced(
+        text: str = "auto", host: str = "127.0.0.1", *, bind: str = "", advertise: str = ""
+    ) -> KvTransport:
+        transport = really_open(text, host, bind=bind, advertise=advertise)
         own = transport.session_id.split("/")
         replaced = announced.split("/")
         session_file.write_text(transport.session_id)
