@@ -277,6 +277,8 @@ def test_workers_of_one_device_get_the_share_that_each_may_take(
         ("[up]\nrouter = 0", "[up] router: must be a whole number of at least 1"),
         ("[kvstore]\ndram_byte = 1", "[kvstore] no setting is named dram_byte; is dram_bytes meant?"),
         ("[decode]\nadvertise = 'h:1'", "[decode] advertise: each process of this machine needs another one"),
+        ("[kvstore]\nkv_advertise = 'h:1'", "[kvstore] kv_advertise: each process of this machine needs"),
+        ("[router]\nadmin_advertise = 'h:1'", "[router] admin_advertise: each process of this machine needs"),
         ("[router]\napi_keys = '/none'", "[router] api_keys: /none cannot be read"),
         ("[common]\ntls_ca = '/etc/hosts'", "tls_ca, tls_certificate and tls_key go together"),
     ],

@@ -105,6 +105,34 @@ async def test_a_page_of_another_name_or_origin_reads_nothing() -> None:
             assert answer.status == 404
 
 
+@pytest.mark.parametrize(
+    ("advertise", "name"), [("", "decode-0.example"), ("metrics.example:0", "metrics.example")]
+)
+async def test_a_token_for_the_advertised_address_counts_and_none_for_another(
+    advertise: str, name: str
+) -> None:
+    port = open_admin_port(
+        "0.0.0.0:0", secret=SECRET, advertised="decode-0.example:7000", advertise=advertise
+    )
+    number = port.endpoint.rpartition(":")[2]
+    assert port.advertised == f"{name}:{number}"
+    minter = TokenMinter(SECRET, "someone", CallerClass.OPERATOR)
+    async with serving(port) as http:
+        for host in ("decode-0.example", "metrics.example"):
+            headers = dict(minter.tokens_for(f"{host}:{number}").metadata())
+            async with http.get("/metrics", headers=headers) as answer:
+                assert answer.status == (200 if host == name else 401)
+
+
+async def test_a_loopback_port_behind_a_proxy_serves_its_advertised_name() -> None:
+    port = open_admin_port("127.0.0.1:0", secret=None, advertise="metrics.example:9090")
+    assert port.advertised == "metrics.example:9090"
+    async with serving(port) as http:
+        for host, status in (("metrics.example:9090", 200), ("evil.example:9090", 403)):
+            async with http.get("/metrics", headers={"Host": host}) as answer:
+                assert answer.status == status
+
+
 @pytest.mark.parametrize("kind", [None, CallerClass.PEER, CallerClass.OPERATOR])
 async def test_beyond_loopback_metrics_need_an_operator(kind: CallerClass | None) -> None:
     headers = {} if kind is None else dict(TokenMinter(SECRET, "someone", kind).tokens_for(NAME).metadata())

@@ -31,6 +31,8 @@ def test_another_port_of_the_process_has_the_advertised_host_unless_it_has_its_o
     assert endpoint_beside("0.0.0.0:9090", "10.0.0.7:7000") == "10.0.0.7:9090"
     assert endpoint_beside("[::]:9090", "[fd00::7]:7000") == "[fd00::7]:9090"
     assert endpoint_beside("127.0.0.1:9090", "10.0.0.7:7000") == "127.0.0.1:9090"
+    assert endpoint_beside("127.0.0.1:9090", "10.0.0.7:7000", "metrics.example:80") == "metrics.example:80"
+    assert endpoint_beside("0.0.0.0:9090", "10.0.0.7:7000", "10.0.0.8:0") == "10.0.0.8:9090"
     assert host_of("[fd00::7]:7000") == "fd00::7"
     assert is_wildcard("[::]:1") and is_wildcard("0.0.0.0:1") and not is_wildcard("10.0.0.7:1")
 

@@ -12,7 +12,7 @@ import pytest
 
 from libs.common.runtime.loading import load_settings
 from libs.common.runtime.process_settings import ServiceSettings
-from libs.common.runtime.settings import rows, setting
+from libs.common.runtime.settings import check_advertised, rows, setting
 from libs.worker.process.settings import EngineSettings, WorkerSettings
 from services.decode.settings import DecodeSettings
 from services.kvstore.settings import NodeSettings
@@ -374,3 +374,17 @@ def test_every_service_has_the_shared_settings(kind: type[Any]) -> None:
 def test_the_configuration_page_is_generated_from_the_settings_classes() -> None:
     page = runpy.run_path(str(ROOT / "scripts" / "gen_configuration.py"))["render"]()
     assert (ROOT / "docs" / "configuration.md").read_text() == page, "python scripts/gen_configuration.py"
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_advertised_address_is_one_that_others_can_dial(service: type[Any]) -> None:
+    named = [row for name, row in rows(service).items() if name.endswith("advertise")]
+    assert {row.name for row in named} >= {"advertise", "admin_http_advertise"}
+    assert ("kv_advertise" in rows(service)) == ("kv_listen" in rows(service))
+    assert ("admin_advertise" in rows(service)) == ("admin" in rows(service))
+    assert all(row.described.check is check_advertised for row in named)
+    for text in ("", "decode-0.workers:0", "10.0.0.7:7000", "[fd00::7]:0"):
+        check_advertised(text)
+    for text in ("0.0.0.0:7000", "[::]:0", "decode-0.workers", "host:port"):
+        with pytest.raises(ValueError, match="must be HOST:PORT"):
+            check_advertised(text)

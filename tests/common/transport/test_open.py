@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import socket
+import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,11 +17,15 @@ from hypothesis import strategies as st
 
 from libs.common.transport import mooncake
 from libs.common.transport import open as opening
-from libs.common.transport.base import ReadOp, TransferRefused
+from libs.common.transport.base import ReadOp, TransferRefused, TransferTimeout
+from libs.common.transport.incarnation_probe import IncarnationProbe, ProbeAddress, greet
 from libs.common.transport.mooncake_read import split_reads
 from libs.common.transport.open import open_transport
+from libs.common.transport.socket import SocketTransport
 from slipstream.errors import FailedPrecondition
 from slipstream.rpc.hosts import is_loopback
+from tests.support.network.fault_proxy import FaultProxy
+from tests.support.network.late_names import LateNames
 from tests.support.network.ports import own_ports
 
 
@@ -103,6 +111,90 @@ async def test_peers_read_at_the_advertised_host_while_the_transport_listens_els
     finally:
         await reader.close()
         await lender.close()
+
+
+@pytest.mark.parametrize("kind", ["socket", "mooncake"])
+async def test_peers_read_through_the_advertised_port(kind: str) -> None:
+    if kind == "mooncake":  # whose probe it is; the engines have ports that no flag changes
+        pytest.importorskip("mooncake.engine", exc_type=ImportError)
+    (port,) = own_ports(1)
+    async with FaultProxy(f"127.0.0.1:{port}") as proxy:
+        announced = f"localhost:{proxy.endpoint.rpartition(':')[2]}"
+        lender = open_transport(kind, "no.such.name", bind=f"127.0.0.1:{port}", advertise=announced)
+        reader = open_transport(kind)
+        try:
+            source, destination = bytearray(b"kv" * 2048), bytearray(4096)
+            there, here = lender.register(source), reader.register(destination)
+            await reader.read(lender.session_id, [ReadOp(here.address, there.address, 4096)], timeout_s=60)
+            assert destination == source and proxy.accepted
+        finally:
+            await reader.close()
+            await lender.close()
+
+
+@pytest.mark.parametrize("kind", ["socket", "mooncake"])
+def test_a_lender_may_start_and_a_reader_may_ask_before_the_name_resolves(kind: str, tmp_path: Path) -> None:
+    if kind == "mooncake":
+        pytest.importorskip("mooncake.engine", exc_type=ImportError)
+    names = LateNames(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.common.transport.late_name_reader", kind, str(tmp_path / "names")],
+        env={**os.environ, **names.environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines][:1] == ["unknown"] and lines[-1][0] == "read", done.stderr
+    assert lines[-1][1].startswith("lender.test:")
+    assert "KV of a peer: the name lender.test does not resolve" in done.stderr
+
+
+class _LateNames:
+    """`socket.getaddrinfo` with a name that resolves after some questions."""
+
+    def __init__(self, *, n_failures: int) -> None:
+        self.n_asked = 0
+        self._n_failures = n_failures
+        self._really = socket.getaddrinfo
+
+    def __call__(self, host: str | None, *arguments: Any, **options: Any) -> Any:
+        if host != "late.test":
+            return self._really(host, *arguments, **options)
+        self.n_asked += 1
+        if self.n_asked <= self._n_failures:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return self._really("127.0.0.1", *arguments, **options)
+
+
+async def test_one_read_asks_for_a_name_until_it_resolves(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = _LateNames(n_failures=3)
+    monkeypatch.setattr(socket, "getaddrinfo", names)
+    lender, reader = SocketTransport("late.test", bind="127.0.0.1:0"), SocketTransport(progress_timeout_s=60)
+    try:
+        source, destination = bytearray(b"kv" * 2048), bytearray(4096)
+        there, here = lender.register(source), reader.register(destination)
+        await reader.read(lender.session_id, [ReadOp(here.address, there.address, 4096)], timeout_s=60)
+        assert destination == source and names.n_asked == 5, "three failures, the wait's end, the dial"
+    finally:
+        await reader.close()
+        await lender.close()
+
+
+async def test_one_greeting_asks_for_a_name_until_it_resolves(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = _LateNames(n_failures=3)
+    monkeypatch.setattr(socket, "getaddrinfo", names)
+    probe = IncarnationProbe("127.0.0.1:0", note=b"7")
+    try:
+        address = ProbeAddress("late.test", probe.port, probe.nonce)
+        assert await greet(address, timeout_s=60) == b"7" and names.n_asked > 3
+        names = _LateNames(n_failures=1 << 30)
+        monkeypatch.setattr(socket, "getaddrinfo", names)
+        with pytest.raises(TransferTimeout, match=r"late\.test"):
+            await greet(address, timeout_s=0.5)
+        assert names.n_asked
+    finally:
+        probe.close()
 
 
 async def test_a_port_in_use_is_named() -> None:

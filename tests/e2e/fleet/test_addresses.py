@@ -1,4 +1,4 @@
-"""Processes that listen on all addresses, advertise one of their own, and start before names resolve."""
+"""Processes that listen on all addresses, advertise one for each port, and start before names resolve."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import aiohttp
+import grpc
+import pytest
+
 from libs.common.cluster.discovery import EtcdDiscovery, Fleet
 from libs.common.cluster.worker_record import FleetSnapshot, Role
 from libs.common.etcd.client import EtcdClient
 from slipstream.api_key_file import add_key
 from slipstream.async_client import AsyncClient
 from slipstream.errors import Unavailable
+from slipstream.rpc.caller_class import CallerClass
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import dial
 from slipstream.rpc.peer_token import TokenMinter
@@ -28,13 +33,16 @@ from tests.support.processes.launching import fork_launcher
 
 WAIT_S = 180.0
 SECRET = "a secret of this test, long enough for all of its processes"
+_CLUSTER = ClusterSecret(SECRET.encode())
 _ENGINE = ("--engine", "fake", "--model", str(DEFAULT_MODEL))
 _PAGES = ("--kv-memory-bytes", str(1 << 20))
-_ADMIN = ("--admin", "0.0.0.0:0", "--admin-http", "0.0.0.0:0", "--http", "0.0.0.0:0")
-# The prefill worker advertises a name; the others an address that is not the one they would guess.
+# The prefill worker advertises names; the others an address that is not the one they would guess.
 _NAME, _NAME_AT, _ADDRESS = "prefill.test", "127.0.0.3", "127.0.0.2"
+_KV_NAME, _KV_NAME_AT, _KV_ADDRESS = "kv.test", "127.0.0.4", "127.0.0.5"
+_ADMIN_HTTP, _ADMIN = "127.0.0.6", "127.0.0.7"
+_OF_ROUTER = ("--admin", "0.0.0.0:0", "--admin-advertise", f"{_ADMIN}:0", "--http", "0.0.0.0:0")
 ARGUMENTS: dict[Role, Sequence[str]] = {
-    Role.ROUTER: ("--model", str(DEFAULT_MODEL), *_ADMIN),
+    Role.ROUTER: ("--model", str(DEFAULT_MODEL), *_OF_ROUTER),
     Role.PREFILL: (*_ENGINE, *_PAGES),
     Role.DECODE: (*_ENGINE, *_PAGES),
     Role.KVSTORE: ("--disk-bytes", "0", "--dram-bytes", str(4 << 20)),
@@ -59,11 +67,13 @@ class _Services:
         host = _NAME if role is Role.PREFILL else _ADDRESS
         command = [sys.executable, "-m", f"services.{role}", "--instance", f"{role}-0"]
         command += ["--listen", "0.0.0.0:0", "--advertise", f"{host}:0", "--run-dir", str(self._run_dir)]
+        command += ["--admin-http", "0.0.0.0:0", "--admin-http-advertise", f"{_ADMIN_HTTP}:0"]
         command += ["--cluster-secret-file", str(self._secret), *ARGUMENTS[role], *arguments]
         if role is Role.ROUTER:  # which takes no strangers on all addresses
             command += ["--api-keys", str(self._keys)]
         else:
-            command += ["--transport", "socket"]
+            kv_host = _KV_NAME if role is Role.PREFILL else _KV_ADDRESS
+            command += ["--transport", "socket", "--kv-advertise", f"{kv_host}:0"]
         environment = service_environment(self._variables)
         with self._log_path(role).open("wb") as log:
             self._processes[role] = await self._launcher.launch(command, environment, log.fileno())
@@ -91,8 +101,7 @@ class _Services:
 
 
 async def _counters(endpoint: str) -> dict[str, float]:
-    tokens = TokenMinter(ClusterSecret(SECRET.encode()), "test")
-    async with dial(endpoint, tokens=tokens) as channel:
+    async with dial(endpoint, tokens=TokenMinter(_CLUSTER, "test")) as channel:
         stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
         return dict((await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=60)).counters)
 
@@ -122,11 +131,32 @@ async def test_a_cluster_comes_up_although_no_name_resolves_at_its_start(tmp_pat
         )
         hosts = {worker.role: worker.endpoint.rpartition(":")[0] for worker in known.workers}
         assert hosts == {role: _NAME if role is Role.PREFILL else _ADDRESS for role in Role}
-        (router,) = known.with_role(Role.ROUTER)
-        assert {end.rpartition(":")[0] for end in (router.admin, router.admin_http)} == {_ADDRESS}
+        await _check_admin_ports(known)
         await services.logged(Role.ROUTER, "prefill-0: the name prefill.test does not resolve")
         names.add(_NAME, _NAME_AT)
-        await _converse(known, services.api_key)
+        conversation = asyncio.create_task(_converse(known, services.api_key))
+        await services.logged(Role.DECODE, f"KV of a peer: the name {_KV_NAME} does not resolve")
+        assert not conversation.done()
+        names.add(_KV_NAME, _KV_NAME_AT)
+        await conversation
+
+
+async def _check_admin_ports(fleet: FleetSnapshot) -> None:
+    """Every admin port answers at its advertised address, to tokens for that one and for no other."""
+    (router,) = fleet.with_role(Role.ROUTER)
+    assert router.admin.rpartition(":")[0] == _ADMIN
+    assert "slipstream_session_writes_total" in await _counters(router.admin)
+    with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
+        await _counters(f"{_ADDRESS}:{router.admin.rpartition(':')[2]}")
+    operator = TokenMinter(_CLUSTER, "test", CallerClass.OPERATOR)
+    async with aiohttp.ClientSession() as http:
+        for worker in fleet.workers:
+            host, _, port = worker.admin_http.rpartition(":")
+            assert host == _ADMIN_HTTP, worker
+            for named, status in ((host, 200), (_ADDRESS, 401)):
+                headers = dict(operator.tokens_for(f"{named}:{port}").metadata())
+                async with http.get(f"http://{named}:{port}/metrics", headers=headers) as answer:
+                    assert answer.status == status, worker
 
 
 async def _converse(fleet: FleetSnapshot, api_key: str) -> None:

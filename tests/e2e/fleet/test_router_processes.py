@@ -46,7 +46,10 @@ def several(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
             decode=1,
             kvstores=0,
             drafters=0,
-            extra_arguments={Role.ROUTER: ["--processes", "2"]},
+            # The port is the first process's alone: each other one advertises the port that it has.
+            extra_arguments={
+                Role.ROUTER: ["--processes", "2", "--admin-http-advertise", "localhost:9"],
+            },
         )
         with LocalCluster(config) as running:
             yield running
@@ -112,7 +115,10 @@ def test_prometheus_counts_the_requests_of_every_process(
     before = requests_by_scrapes(several)
     run_load(several, requests)
     after = requests_by_scrapes(several)
-    assert len(after) == len(set(scraped_routers(several).values())) == len(ALL)
+    ports = scraped_routers(several)
+    assert len(after) == len(set(ports.values())) == len(ALL)
+    hosts = {name: port.rpartition(":")[0] for name, port in ports.items()}
+    assert hosts == {name: "localhost" if name.endswith(".1") else "127.0.0.1" for name in ALL}
     assert sum(after) - sum(before) == len(requests)
 
 
