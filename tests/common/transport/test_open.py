@@ -138,7 +138,7 @@ def test_a_lender_may_start_and_a_reader_may_ask_before_the_name_resolves(kind: 
         pytest.importorskip("mooncake.engine", exc_type=ImportError)
     names = LateNames(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.common.transport.late_name_reader", kind, str(tmp_path / "names")],
+        [sys.executable, "-m", "tests.support.network.late_name_reader", kind, str(tmp_path / "names")],
         env={**os.environ, **names.environment},
         capture_output=True,
         text=True,

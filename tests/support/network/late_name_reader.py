@@ -1,7 +1,7 @@
-"""Reads at a name that is added while it runs: python -m tests.common.transport.late_name_reader KIND FILE
+"""Reads at a name that is added while it runs: python -m tests.support.network.late_name_reader KIND FILE
 
 It prints "unknown" when a read failed for want of the name, adds the name to FILE, and prints "read" when a
-read brought the bytes. The process needs the library of names (tests/support/network/late_names.py).
+read brought the bytes. The process needs the library of names (late_names.py).
 """
 
 from __future__ import annotations
