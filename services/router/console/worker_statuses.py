@@ -14,6 +14,7 @@ import grpc
 from libs.common.cluster.discovery import Fleet
 from libs.common.cluster.worker_record import Role, Worker
 from slipstream.rpc.dial import Dial
+from slipstream.rpc.names import is_name
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class WorkerStatuses:
             except grpc.aio.AioRpcError as error:
                 log.debug("%s: %s", worker.instance, error.details())
                 self._answers.pop(_run_of(worker), None)
+                await self._dial_again(worker.endpoint)
                 return
         if answer.incarnation == worker.incarnation:
             self._answers[_run_of(worker)] = answer
@@ -100,6 +102,11 @@ class WorkerStatuses:
         if channel is None:
             channel = self._channels[endpoint] = self._dial(endpoint)
         return channel
+
+    async def _dial_again(self, endpoint: str) -> None:
+        """Dial a failing name again with the next question: gRPC's pauses for names grow to two minutes."""
+        if is_name(endpoint) and (channel := self._channels.pop(endpoint, None)) is not None:
+            await channel.close()
 
     async def _close_unused(self, used: set[str]) -> None:
         for endpoint in [endpoint for endpoint in self._channels if endpoint not in used]:
