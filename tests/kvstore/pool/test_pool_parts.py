@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from libs.common.checksum import checksum
 from libs.common.etcd.access import EtcdAccess
+from libs.common.runtime.loading import load_settings
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.pool.agent.client_guard import ClientGuard, Replica
 from services.kvstore.pool.agent.node_readers import MAX_READERS, Element, NodeReaders
@@ -24,6 +25,7 @@ from services.kvstore.pool.config import PoolOptions, pool_master
 from services.kvstore.pool.fetch import CORRUPT, MISSING, UNREACHABLE, Fetched, Fetcher
 from services.kvstore.pool.health import FIRST_PROBE_S, MAX_PROBE_S, PROBE_EVERY_S, PoolHealth
 from services.kvstore.pool.value import HEADER_BYTES, name_of, pack_header, verify_value
+from services.kvstore.settings import NodeSettings, options_of
 from slipstream.errors import FailedPrecondition, InvalidArgument
 
 KEY = bytes(range(16))
@@ -291,3 +293,27 @@ def test_the_guard_closes_after_running_calls_and_refuses_new_ones() -> None:
     leave.set()
     caller.join(60)
     assert answers == [[True]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "host"),
+    [
+        ((), "10.0.0.7"),
+        (("--advertise", "kvstore-0.nodes:0"), "kvstore-0.nodes"),
+        (("--advertise", "kvstore-0.nodes:0", "--kv-advertise", "kvstore-0.kv:0"), "kvstore-0.kv"),
+    ],
+)
+def test_other_nodes_reach_the_memory_of_a_node_where_its_kv_is_advertised(
+    flags: Sequence[str], host: str
+) -> None:
+    needed = ["--instance", "kvstore-0", "--listen", "10.0.0.7:7000", "--pool", "mooncake"]
+    parsed = load_settings(
+        NodeSettings,
+        section="kvstore",
+        program="test",
+        description="test",
+        arguments=[*needed, "--pool-master", "master:1", *flags],
+        environment={},
+    )
+    pool = options_of(parsed).pool
+    assert pool is not None and pool.host == host
