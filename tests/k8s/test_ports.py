@@ -119,7 +119,8 @@ def test_each_tier_reaches_those_that_it_calls_and_no_client_reaches_a_worker(na
     tiers = {pod.tier: pod for pod in services_of(objects)}
     calls = {
         ("router", "prefill", 7000), ("router", "decode", 7000), ("router", "kvstore", 7000),
-        ("router", "drafter", 7000), ("decode", "prefill", 7000), ("prefill", "prefill", 7000),
+        ("router", "drafter", 7000), ("router", "router", 7001),
+        ("decode", "prefill", 7000), ("prefill", "prefill", 7000),
         ("prefill", "decode", 7000), ("decode", "decode", 7000), ("prefill", "kvstore", 7000),
         ("decode", "kvstore", 7000), ("decode", "drafter", 7000), ("decode", "prefill", 7100),
         ("prefill", "prefill", 7100), ("prefill", "kvstore", 7100), ("prefill", "decode", 7100),

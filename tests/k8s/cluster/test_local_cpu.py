@@ -126,9 +126,22 @@ def test_no_pod_restarted_by_itself(deployed: Deployed) -> None:
     assert {name: count for name, count in restarts.items() if count} == {}
 
 
+_ENFORCED = pytest.mark.skipif(
+    not os.environ.get("SLIPSTREAM_TEST_POLICIES"),
+    reason="SLIPSTREAM_TEST_POLICIES=1 says that this cluster's network enforces NetworkPolicies",
+)
+
+
+@_ENFORCED
+def test_policies_let_routers_ask_each_other(deployed: Deployed) -> None:
+    first, second = deployed.kubectl.pods("router")[:2]
+    address = deployed.kubectl.json("get", "pod", second)["status"]["podIP"]
+    dial = f"import socket; socket.create_connection(({address!r}, 7001), timeout=5)"
+    deployed.kubectl("exec", first, "--", "python", "-c", dial)
+
+
+@_ENFORCED
 def test_policies_close_the_ports_of_workers(deployed: Deployed) -> None:
-    if not os.environ.get("SLIPSTREAM_TEST_POLICIES"):
-        pytest.skip("SLIPSTREAM_TEST_POLICIES=1 says that this cluster's network enforces NetworkPolicies")
     worker = deployed.kubectl.json("get", "pod", deployed.kubectl.pods("decode")[0])["status"]["podIP"]
     etcd = deployed.kubectl.json("get", "pod", deployed.kubectl.pods("etcd")[0])["status"]["podIP"]
     with deployed.new_load() as load:
