@@ -26,6 +26,7 @@ COMPONENTS = tuple(sorted(path.parent.name for path in K8S.glob("components/*/ku
 NEEDED = {
     "keda": ("tls",),
     "keda-groups": ("gpu-groups", "tls"),
+    "keda-zero": ("tls", "keda"),
     "inference-pool": ("gateway",),
     "pod-costs": ("network-policies",),
 }

@@ -24,7 +24,7 @@ from tests.k8s.renders import (
     render,
 )
 
-SCALED = ("components/keda", "components/keda-groups", *SCALED_OVERLAYS)
+SCALED = ("components/keda", "components/keda-groups", "components/keda-zero", *SCALED_OVERLAYS)
 
 # What README.md says how to make, because it is secret or belongs to the site.
 MADE_BY_HAND = {
@@ -160,6 +160,13 @@ def test_keda_scales_each_tier_by_its_own_metric(name: str) -> None:
         assert "replicas" not in targets[name_of_target(item)], "an apply would set the replicas back"
         behavior = item["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
         assert behavior["scaleUp"]["stabilizationWindowSeconds"] == UP_WINDOW_S, "as the figures of docs/"
+
+
+@pytest.mark.parametrize("name", ["components/keda-zero", f"{GROUPS[0]}+keda-groups+keda-zero"])
+def test_keda_zero_lets_those_tiers_have_no_replica_that_answers_do_without(name: str) -> None:
+    scaled = of_kind(render(name), "ScaledObject")
+    none_at_least = {item["metadata"]["name"] for item in scaled if not item["spec"]["minReplicaCount"]}
+    assert none_at_least == {"slipstream-prefill", "slipstream-drafter"}
 
 
 def test_component_keda_by_itself_does_not_fit_groups() -> None:
