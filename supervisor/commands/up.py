@@ -91,9 +91,8 @@ def with_server_name(config: ClusterConfig, name: str) -> ClusterConfig:
 
 def check_counts(config: ClusterConfig) -> None:
     """Raises InvalidArgument for numbers of processes that cannot serve."""
-    for tier, count in (("prefill", config.prefill), ("decode", config.decode)):
-        if not count and config.etcd is None:
-            raise InvalidArgument(f"--{tier}", "0 needs --etcd of a cluster that has such workers")
+    if not config.decode and config.etcd is None:  # without prefill workers, decode workers compute prompts
+        raise InvalidArgument("--decode", "0 needs --etcd of a cluster that has such workers")
     if config.pool is not None and not config.kvstores and config.etcd is None:
         raise InvalidArgument("--pool", "needs at least one KV store, and --kvstore is 0")
     if config.pool is None and config.pool_masters != 1:
