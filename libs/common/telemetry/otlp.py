@@ -12,6 +12,7 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from slipstream import __version__
 from slipstream.rpc.dial import NO_RETRIES
 
 if TYPE_CHECKING:
@@ -30,7 +31,13 @@ def resource_of(service: str, instance: str) -> Resource:
     """The resource of a process's spans and metrics."""
     from opentelemetry.sdk.resources import Resource
 
-    return Resource.create({"service.name": f"slipstream-{service}", "service.instance.id": instance})
+    return Resource.create(
+        {
+            "service.name": f"slipstream-{service}",
+            "service.instance.id": instance,
+            "service.version": __version__,
+        }
+    )
 
 
 def exports_traces(environment: Mapping[str, str]) -> bool:

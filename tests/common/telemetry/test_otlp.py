@@ -30,6 +30,7 @@ from libs.common.telemetry.otlp import (
     span_exporter,
 )
 from libs.common.telemetry.process_metrics import ProcessMetrics
+from slipstream import __version__
 from tests.support.network.http_collector import HttpCollector
 from tests.support.recorded_spans import kept_spans
 
@@ -151,6 +152,7 @@ async def test_metrics_leave_at_the_interval_and_once_more_at_the_end(
         "slipstream-router",
         "router-0",
     )
+    assert collector.resource["service.version"] == __version__
 
 
 def exemplars_of(request: metrics_service_pb2.ExportMetricsServiceRequest) -> Exemplars:
