@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 from typing import Any
 
@@ -42,6 +43,12 @@ def sdk_only(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_version_option_prints_the_version() -> None:
     shown = CliRunner().invoke(app, ["--version"])
     assert (shown.exit_code, shown.output) == (0, f"slipstream {__version__}\n")
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "slipstream", "--version"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stdout == f"slipstream {__version__}\n"
 
 
 def test_the_server_package_adds_its_commands() -> None:
