@@ -1,8 +1,6 @@
 """Runs the command line as `python -m slipstream`."""
 
-import sys
-
 from slipstream.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
