@@ -32,6 +32,11 @@ class GrpcConnection(Http2Connection):
         self._authority = authority
         self._calls: dict[int, _Call] = {}
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether a call on it would raise ConnectionError."""
+        return self.transport is None or self.transport.is_closing()
+
     async def call(
         self,
         method: str,
@@ -41,7 +46,7 @@ class GrpcConnection(Http2Connection):
         metadata: Sequence[tuple[str, str]],
     ) -> None:
         """Send one request, pass each response to `on_message`, and return after the last one."""
-        if self.transport is None or self.transport.is_closing():
+        if self.is_closed:
             raise ConnectionResetError("the server closed the connection")
         stream_id = self.http2.get_next_available_stream_id()
         ended = asyncio.get_running_loop().create_future()

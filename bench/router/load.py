@@ -62,17 +62,28 @@ class GrpcTarget:
         return log
 
     async def _connection(self) -> GrpcConnection:
-        """The next connection in turn."""
+        """The next connection in turn. A router closes those without a call for seconds: they open again."""
+        closed = [connection for connection in self._connections if connection.is_closed]
+        for connection in closed:
+            self._connections.remove(connection)
+        self._to_open += len(closed)
         if self._to_open:
             self._to_open -= 1
-            host, _, port = self._endpoint.rpartition(":")
-            loop = asyncio.get_running_loop()
-            _, opened = await loop.create_connection(lambda: GrpcConnection(self._endpoint), host, int(port))
-            self._connections.append(opened)
+            try:
+                self._connections.append(await self._open())
+            except OSError:
+                self._to_open += 1
+                raise
         while not self._connections:
             await asyncio.sleep(0.001)
         self._connections.rotate()
         return self._connections[0]
+
+    async def _open(self) -> GrpcConnection:
+        host, _, port = self._endpoint.rpartition(":")
+        loop = asyncio.get_running_loop()
+        _, opened = await loop.create_connection(lambda: GrpcConnection(self._endpoint), host, int(port))
+        return opened
 
     async def close(self) -> None:
         """Close all connections."""

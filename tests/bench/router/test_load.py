@@ -85,3 +85,15 @@ async def test_text_tokens_arrivals_and_failures_are_those_of_the_librarys_clien
     whole = not failed and bool(flat) and flat[-1].HasField("finished")
     assert bool(log.error) is not whole
     assert log.completion_tokens == (3 if whole else 0)
+
+
+async def test_a_connection_that_the_server_closed_opens_again(endpoint: str) -> None:
+    target = GrpcTarget(endpoint)
+    prompt = [{"role": "user", "content": next(iter(ANSWERS))}]
+    await target.stream(prompt, max_tokens=3)
+    (connection,) = target._connections
+    assert connection.transport is not None
+    connection.transport.abort()
+    await target.stream(prompt, max_tokens=3)
+    assert list(target._connections) != [connection]
+    await target.close()
