@@ -1,7 +1,7 @@
 """Fixed-size slots in slabs, the blocks in them, and which block goes when room is needed. Pure.
 
-A slab is a piece of registered memory. It is cut into slots of one size, page-rounded, and can be cut anew
-when every block in it may go. The disks have their own table (`disk/table/table.py`).
+A slab is a piece of registered memory. It is cut into slots of one size, page-rounded, and can be cut again
+when every block in it may go. The disks have another table (`disk/table/table.py`).
 
     free slot --allocate--> taken --publish--> block --evict or drop--> free slot
                               \\___free________________________________/
@@ -53,22 +53,17 @@ class Block(Generic[ValueT]):
 class _MemorySlab:
     slot_bytes: int = 0  # 0: not cut yet
     taken: int = 0  # slots that are not free
-    retired: bool = False
     blocks: set[bytes] = field(default_factory=set)
 
 
 class SlotTable(Generic[ValueT]):
     """The slots of one tier and the blocks in them."""
 
-    def __init__(
-        self, *, n_slabs: int, slab_bytes: int, overhead_bytes: int = 0, tenant_share: float = 1.0
-    ) -> None:
-        """`overhead_bytes`: of each slot, beside its payload. `tenant_share`: the part of all slots that
-        one tenant may fill."""
+    def __init__(self, *, n_slabs: int, slab_bytes: int, tenant_share: float = 1.0) -> None:
+        """`tenant_share`: the part of all slots that one tenant may fill."""
         whole = n_slabs * slab_bytes
         self.quota = TenantQuota(int(whole * tenant_share)) if tenant_share < 1.0 else None
         self.slab_bytes = slab_bytes
-        self._overhead_bytes = overhead_bytes
         self._slabs = [_MemorySlab() for _ in range(n_slabs)]
         self._uncut = list(reversed(range(n_slabs)))
         self._free: dict[int, list[Slot]] = {}
@@ -111,7 +106,7 @@ class SlotTable(Generic[ValueT]):
     @property
     def max_block_bytes(self) -> int:
         """The largest payload a slot can have."""
-        return self.slab_bytes - self._overhead_bytes if self._slabs else 0
+        return self.slab_bytes if self._slabs else 0
 
     def keys(self) -> list[bytes]:
         """The hashes of all published blocks."""
@@ -119,7 +114,7 @@ class SlotTable(Generic[ValueT]):
 
     def slots_per_slab(self, slot_bytes: int) -> int:
         """How many slots of that size a slab has."""
-        return self.slab_bytes // (slot_bytes + self._overhead_bytes)
+        return self.slab_bytes // slot_bytes
 
     def held(self, chain: Sequence[bytes]) -> list[bool]:
         """Whether each block of the chain is there; quicker than one by one."""
@@ -265,28 +260,6 @@ class SlotTable(Generic[ValueT]):
             self._release_slot(block.slot)
         self.on_change(block.key, False)
 
-    def retire(self, slab: int) -> int:
-        """Drop all blocks of the slab and never use it again; returns how many were dropped."""
-        self._slabs[slab].retired = True
-        if slab in self._uncut:
-            self._uncut.remove(slab)
-        doomed = [self._blocks[key] for key in self._slabs[slab].blocks]
-        for block in doomed:
-            self.drop(block)
-        self._forget_free_slots(slab)
-        self._resize_policies()
-        return len(doomed)
-
-    def restore(self, slab: int, slot_bytes: int) -> list[Slot]:
-        """Cut a slab as it was found on disk; returns its slots, all taken, to publish or free."""
-        self._uncut.remove(slab)
-        self._slabs[slab].slot_bytes = slot_bytes
-        slots = [Slot(slab, index, slot_bytes) for index in range(self.slots_per_slab(slot_bytes))]
-        self._slabs[slab].taken = len(slots)
-        self._unpublished.update(dict.fromkeys(slots, NOBODY))
-        self._resize_policies()
-        return slots
-
     def check(self) -> None:
         """AssertionError unless every slot is free, taken or a block, and counted once."""
         taken = [0] * len(self._slabs)
@@ -294,12 +267,7 @@ class SlotTable(Generic[ValueT]):
             taken[slot.slab] += 1
         for number, slab in enumerate(self._slabs):
             free = sum(s.slab == number for slots in self._free.values() for s in slots)
-            assert (
-                slab.retired
-                or not slab.slot_bytes
-                or free + slab.taken == self.slots_per_slab(slab.slot_bytes)
-            )
-            assert not (slab.retired and free)
+            assert not slab.slot_bytes or free + slab.taken == self.slots_per_slab(slab.slot_bytes)
             assert 0 <= slab.taken - taken[number] <= self._held_gone
         assert sum(slab.taken for slab in self._slabs) - sum(taken) == self._held_gone
         assert self._n_held == sum(block.holds > 0 for block in self._blocks.values())
@@ -312,7 +280,7 @@ class SlotTable(Generic[ValueT]):
 
     def _capacity(self, slot_bytes: int) -> int:
         """Slots of that size there are, or could be cut from unused memory."""
-        cut = sum(slab.slot_bytes == slot_bytes and not slab.retired for slab in self._slabs)
+        cut = sum(slab.slot_bytes == slot_bytes for slab in self._slabs)
         return (cut + len(self._uncut)) * self.slots_per_slab(slot_bytes)
 
     def _resize_policies(self) -> None:
@@ -322,8 +290,7 @@ class SlotTable(Generic[ValueT]):
     def _release_slot(self, slot: Slot) -> None:
         slab = self._slabs[slot.slab]
         slab.taken -= 1
-        if not slab.retired:
-            self._free.setdefault(slot.slot_bytes, []).append(slot)
+        self._free.setdefault(slot.slot_bytes, []).append(slot)
 
     def _make_room(self, slot_bytes: int) -> None:
         """Free a slot of that size: a new slab, the block that the policy names, or another size's slab."""
@@ -372,11 +339,7 @@ class SlotTable(Generic[ValueT]):
         return True
 
     def _may_be_cut_anew(self, slab: _MemorySlab) -> bool:
-        return (
-            not slab.retired
-            and slab.taken == len(slab.blocks)
-            and all(not self._blocks[key].holds for key in slab.blocks)
-        )
+        return slab.taken == len(slab.blocks) and not any(self._blocks[key].holds for key in slab.blocks)
 
     def _cut(self, number: int, slot_bytes: int) -> None:
         self._slabs[number].slot_bytes = slot_bytes

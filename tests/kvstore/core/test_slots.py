@@ -22,7 +22,7 @@ SLABS, SLAB_PAGES = 4, 8
 
 
 class SlotTableMachine(RuleBasedStateMachine):
-    """Random allocations, publishes, holds, drops and retirements, compared with a model."""
+    """Random allocations, publishes, holds and drops, compared with a model."""
 
     taken: Bundle[tuple[Slot, int]] = Bundle("taken")
     holds: Bundle[Block[int]] = Bundle("holds")
@@ -81,11 +81,6 @@ class SlotTableMachine(RuleBasedStateMachine):
     @rule(chain=st.lists(st.integers(1, 60), max_size=5))
     def touch(self, chain: list[int]) -> None:
         self.table.touch([number.to_bytes(16) for number in chain])
-
-    @rule(slab=st.integers(0, SLABS - 1), really=st.integers(0, 19))
-    def retire(self, slab: int, really: int) -> None:
-        if really == 0:
-            self.table.retire(slab)
 
     @invariant()
     def every_slot_is_accounted_for(self) -> None:
