@@ -132,10 +132,10 @@ class BlockUse:
 
     def make_tenant_room(self, number: int, slot_bytes: int, drop: Callable[[int], int]) -> bool:
         """`drop` blocks of the tenant until it may take the slot; False when they do not suffice."""
-        quota = self._quota
-        if quota is None or slot_bytes > quota.limit_bytes:
-            return quota is None or quota.has_room(number, slot_bytes)
-        while not quota.has_room(number, slot_bytes):
+        if self._quota is None:
+            return True
+
+        def evict_one() -> bool:
             evictor = self._tenant_evictors.get(number)
             if evictor is None:
                 evictor = self._tenant_evictors[number] = Evictor(
@@ -145,9 +145,9 @@ class BlockUse:
                     rng=self._rng,
                     all_rows=True,
                 )
-            if not self._evict(evictor, drop):
-                return False
-        return True
+            return self._evict(evictor, drop)
+
+        return self._quota.make_room(number, slot_bytes, evict_one)
 
     def check(self) -> None:
         """AssertionError unless the links of chains and the sums of tenants are right."""

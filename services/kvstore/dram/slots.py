@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from libs.common.transport.registered_memory import page_rounded
+from services.kvstore.dram.quota import MemoryQuota
 from services.kvstore.policy.adaptive import AdaptivePolicy
-from services.kvstore.policy.quota import NOBODY, TenantQuota
+from services.kvstore.policy.quota import NOBODY
 
 ValueT = TypeVar("ValueT")
 
@@ -62,7 +63,7 @@ class SlotTable(Generic[ValueT]):
     def __init__(self, *, n_slabs: int, slab_bytes: int, tenant_share: float = 1.0) -> None:
         """`tenant_share`: the part of all slots that one tenant may fill."""
         whole = n_slabs * slab_bytes
-        self.quota = TenantQuota(int(whole * tenant_share)) if tenant_share < 1.0 else None
+        self.quota = MemoryQuota(int(whole * tenant_share)) if tenant_share < 1.0 else None
         self.slab_bytes = slab_bytes
         self._slabs = [_MemorySlab() for _ in range(n_slabs)]
         self._uncut = list(reversed(range(n_slabs)))
@@ -175,7 +176,7 @@ class SlotTable(Generic[ValueT]):
         if n_bytes < 1 or not self.slots_per_slab(slot_bytes):
             return None
         self._last_slot_bytes = slot_bytes
-        if self.quota is not None and not self._make_tenant_room(self.quota, tenant, slot_bytes):
+        if not self._make_tenant_room(tenant, slot_bytes):
             return None
         free = self._free.setdefault(slot_bytes, [])
         if not free:
@@ -186,7 +187,7 @@ class SlotTable(Generic[ValueT]):
         self._slabs[slot.slab].taken += 1
         self._unpublished[slot] = tenant
         if self.quota is not None:
-            self.quota.take(tenant, slot_bytes)
+            self.quota.add(tenant, slot_bytes)
         return slot
 
     def publish(self, key: bytes, slot: Slot, n_bytes: int, value: ValueT) -> Block[ValueT]:
@@ -206,7 +207,7 @@ class SlotTable(Generic[ValueT]):
         """Give a taken slot back that was not published."""
         tenant = self._unpublished.pop(slot)
         if self.quota is not None:
-            self.quota.give_back(tenant, slot.slot_bytes)
+            self.quota.add(tenant, -slot.slot_bytes)
         self._release_slot(slot)
 
     def hold(self, block: Block[ValueT]) -> None:
@@ -328,15 +329,20 @@ class SlotTable(Generic[ValueT]):
         self.policy(block.slot.slot_bytes).evicted(block.key)
         self._remove(block)
 
-    def _make_tenant_room(self, quota: TenantQuota, tenant: bytes, slot_bytes: int) -> bool:
+    def _make_tenant_room(self, tenant: bytes, slot_bytes: int) -> bool:
         """Evict blocks of the tenant until it may take the slot; False when they do not suffice."""
-        while not quota.has_room(tenant, slot_bytes):
+        quota = self.quota
+        if quota is None:
+            return True
+
+        def evict_one() -> bool:
             own = (self._blocks[key] for key in quota.own(tenant))
             block = next((block for block in own if not block.holds), None)
-            if block is None:
-                return False
-            self._evict_block(block)
-        return True
+            if block is not None:
+                self._evict_block(block)
+            return block is not None
+
+        return quota.make_room(tenant, slot_bytes, evict_one)
 
     def _may_be_cut_anew(self, slab: _MemorySlab) -> bool:
         return slab.taken == len(slab.blocks) and not any(self._blocks[key].holds for key in slab.blocks)

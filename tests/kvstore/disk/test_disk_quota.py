@@ -17,11 +17,11 @@ def test_a_block_belongs_to_its_first_tenant_until_a_second_one_uses_it() -> Non
     found = np.array([UNKNOWN_TENANT, UNKNOWN_TENANT, PUBLIC], np.uint16)
     tenants = quota.want(one, found, SIZES[:3])
     assert tenants.tolist() == [one, one, PUBLIC]
-    assert (quota.used_bytes(b"one"), quota.used_bytes(b"other")) == (11, 0)
+    assert (quota.used_bytes(one), quota.used_bytes(other)) == (11, 0)
     assert quota.has_room(one, 139) and not quota.has_room(one, 140)
     tenants = quota.want(other, tenants, SIZES[:3])
     assert tenants.tolist() == [PUBLIC] * 3
-    assert (quota.used_bytes(b"one"), quota.used_bytes(b"other")) == (0, 0)
+    assert (quota.used_bytes(one), quota.used_bytes(other)) == (0, 0)
 
 
 @given(st.lists(st.tuples(st.sampled_from([b"one", b"two", b"three"]), st.sets(st.integers(0, 4)))))

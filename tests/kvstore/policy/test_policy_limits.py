@@ -109,6 +109,8 @@ def test_a_tenant_at_its_limit_makes_room_among_its_own_blocks() -> None:
     table.touch([(0).to_bytes(16)], tenant=b"b")  # it is public now
     assert put(4, b"a")
     assert sorted(int.from_bytes(key) for key in table.keys()) == [0, 1, 3, 4, 100, 101]  # noqa: SIM118
+    assert table.allocate(4 * PAGE_BYTES, tenant=b"a") is None  # above its limit: nothing goes for it
+    assert table.quota is not None and table.quota.used_bytes(b"a") == 3 * PAGE_BYTES
 
 
 def test_blocks_that_are_wanted_after_they_were_evicted_are_counted_with_the_time_between() -> None:

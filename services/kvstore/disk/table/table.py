@@ -162,7 +162,7 @@ class DiskTable:
         if n_bytes < 1 or not slots_in(self.slab_bytes, slot_bytes):
             return None
         number = self.quota.number_of(tenant) if self.quota is not None else PUBLIC
-        if self.quota is not None and not self.use.make_tenant_room(number, slot_bytes, self._evict):
+        if not self.use.make_tenant_room(number, slot_bytes, self._evict):
             return None
         free = self._free.get(slot_bytes)
         if not free:
@@ -175,7 +175,7 @@ class DiskTable:
         self.slabs[slot.slab].taken += 1
         self._columns.cells.tenant[row] = number
         if self.quota is not None:
-            self.quota.take(number, slot_bytes)
+            self.quota.add(number, slot_bytes)
         return slot
 
     def publish(
@@ -342,7 +342,7 @@ class DiskTable:
         slab = self.slabs[cells.slab[row]]
         slab.taken -= 1
         if self.quota is not None:
-            self.quota.take(cells.tenant[row], -slab.slot_bytes)
+            self.quota.add(cells.tenant[row], -slab.slot_bytes)
         cells.tenant[row] = PUBLIC
         if not slab.retired:
             self._free_rows(slab.slot_bytes).append(row)
