@@ -3,7 +3,7 @@
     async with Cluster(ClusterConfig(), say=print) as cluster:     # ready, or an error that says why
         cluster.record().router_grpc
         cluster.kill("decode-0")                  # comes back by itself
-        await cluster.hold("drafter-0")           # stays away until `release`
+        await cluster.hold("drafter-0")           # stays ended until `release`
 
 On the way out, also after an error or a cancellation, everything is stopped in the reverse order. If
 this process is killed, the kernel kills its children (see exec_guard.py).

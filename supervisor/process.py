@@ -211,7 +211,7 @@ class SupervisedProcess:
         self._enter(ProcessState.READY)
 
     async def _stay_drained(self, code: int, by: str) -> None:
-        state = "is drained" if code == 0 else f"{how_ended(code)} and stays away"
+        state = "is drained" if code == 0 else f"{how_ended(code)} and stays ended"
         self._say(f"{self.plan.instance} {state}: {by} asked for it")
         self._enter(ProcessState.DRAINED)
         while self._drained_by() and not self._stopping.is_set():

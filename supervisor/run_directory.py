@@ -3,7 +3,7 @@
 .run/lock            held (flock) by the supervisor for as long as it lives; the kernel lets go of it
 .run/cluster.json    addresses and pids, replaced atomically whenever something changes
 .run/scrape.json     the admin ports as targets of Prometheus (file_sd), replaced with it
-.run/drained/NAME    the process NAME is to stay away once it has ended (`slipstream drain`)
+.run/drained/NAME    the process NAME does not start again once it has ended (`slipstream drain`)
 """
 
 from __future__ import annotations

@@ -82,7 +82,8 @@ class FaultInjector:
         self.done[fault] = self.done.get(fault, 0) + 1
 
     async def _kill(self, targets: Sequence[str]) -> None:
-        # A router is never killed while the only other one is away: the SDK would have none to continue at.
+        # A router is never killed while the only other one is unavailable: the SDK would have none to
+        # continue at.
         chosen = [name for name in targets if len(targets) > 2 or self._may_end(name)]
         since_s = time.monotonic()
         watched = [asyncio.create_task(self._watch(name)) for name in chosen]

@@ -42,7 +42,7 @@ from supervisor.plan import ClusterConfig
 STORE, WORKER = "kvstore-0", "prefill-0"
 HANG_S = 5.0
 AIM = 1.2
-_AWAY = ("slipstream_kvstore_disk_unavailable", "slipstream_kvstore_disk_read_only")
+_UNAVAILABLE = ("slipstream_kvstore_disk_unavailable", "slipstream_kvstore_disk_read_only")
 _ON_DISK, _IN_MEMORY = "slipstream_kvstore_blocks_nvme", "slipstream_kvstore_blocks_dram"
 _WAIT_S = 120.0
 # So little that a prompt's blocks are gone from memory and from the worker when its turn comes.
@@ -178,7 +178,7 @@ class FaultBench:
         async with asyncio.timeout(_WAIT_S):
             while True:
                 counters = (await self._stored.quiet())[STORE].counters
-                if not any(counters[name] for name in _AWAY):
+                if not any(counters[name] for name in _UNAVAILABLE):
                     return
                 await asyncio.sleep(0.05)
 

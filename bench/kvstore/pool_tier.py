@@ -48,7 +48,7 @@ class PoolNode:
 
     async def ready(self) -> None:
         async with asyncio.timeout(_READY_S):
-            while self.pool.away:
+            while self.pool.unavailable:
                 await asyncio.sleep(0.05)
 
     async def put(self, keys: list[bytes], n_bytes: int) -> None:

@@ -129,7 +129,7 @@ class TtftBench:
             await self._cluster.release(instance)
         if anew:
             await self._quiet()
-            await asyncio.sleep(2.0)  # workers leave a store that was away alone for a moment
+            await asyncio.sleep(2.0)  # workers leave a store that was unavailable alone for a moment
 
     async def _quiet(self) -> None:
         async with asyncio.timeout(_QUIET_S):

@@ -11,7 +11,8 @@ MAX_TENANT_RESPONSES = 10_000
 MAX_TENANT_RESPONSE_BYTES = 1 << 30
 # Reads and writes of one tenant in the database at a time: those of others wait for no more of them.
 MAX_TENANT_RESPONSE_CALLS = 4
-# The end of an answer waits for its save: while the database is away, ends must not wait for each other.
+# The end of an answer waits for its save: while the database is unavailable, ends must not wait for each
+# other.
 RESPONSE_CALL_WAIT_S = 10.0
 # Conversations that are read from the database together, for all tenants: each takes up to 100 MB meanwhile.
 MAX_CONVERSATIONS_READ = 8

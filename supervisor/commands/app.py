@@ -114,7 +114,7 @@ def kill(
 def drain(instance: Instance, timeout_s: DrainTimeoutS = DRAIN_S, *, access: OperatorAccess) -> None:
     """Move the work of one process elsewhere and end the process.
 
-    It stays away until `slipstream undrain` or `slipstream restart`. With --router, of any cluster: the
+    It stays ended until `slipstream undrain` or `slipstream restart`. With --router, of any cluster: the
     process runs on and takes no work.
     """
     if access.routers:

@@ -39,7 +39,7 @@ def drain_process(run_dir: Path, instance: str, *, timeout_s: float) -> None:
         print(f"{instance} is drained already")
         return
     began_s = time.monotonic()
-    _check_runs(process)  # a mark that stays would keep a process away after its drain
+    _check_runs(process)  # a mark that stays would keep a process from its start after the drain
     set_drained(run_dir, instance, by=user_name())
     _terminate(process)
     ended = _wait(

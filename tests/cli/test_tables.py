@@ -16,12 +16,12 @@ def test_names_and_figures_are_not_truncated(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     table = figures_table(("worker", "state"), ("prefill tokens", "blocks held"))
-    table.add_row("pool-master-0", "ready, pool away", "123456", "7")
+    table.add_row("pool-master-0", "ready, pool unavailable", "123456", "7")
     print_table(table)
     first, second, row = capsys.readouterr().out.splitlines()
     assert first.split() == ["prefill", "blocks"]
     assert second.split() == ["worker", "state", "tokens", "held"]
-    assert row.split() == ["pool-master-0", "ready,", "pool", "away", "123456", "7"]
+    assert row.split() == ["pool-master-0", "ready,", "pool", "unavailable", "123456", "7"]
 
 
 @pytest.mark.parametrize(

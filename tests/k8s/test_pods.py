@@ -10,7 +10,8 @@ from supervisor.cluster_file import SETTINGS
 from tests.k8s.renders import RENDERS, TIERS, PodTemplate, of_kind, pods, render, selects, services_of
 
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
-# No worker that has loaded is started again because etcd is away: startup probes do not ask for readiness.
+# No worker that has loaded is started again because etcd is unavailable: startup probes do not ask for
+# readiness.
 _PATHS = {
     "startupProbe": ("/livez", "/readyz", "/healthz/live", "/healthz/started"),
     "livenessProbe": ("/livez", "/healthz/live"),

@@ -49,7 +49,7 @@ PROVIDER = "slipstream"
 
 
 class MetricsExport:
-    """One exporter. A collector that is away costs the process a line in the log."""
+    """One exporter. A collector that is unavailable costs the process a line in the log."""
 
     def __init__(
         self,

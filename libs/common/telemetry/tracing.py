@@ -11,8 +11,8 @@ particular request, has no span. Without an exporter each function here costs on
 `enabled` only before they compute what only a span needs.
 
 Spans are exported by a thread of their own from a queue that is bounded and drops what does not fit; a
-collector that is away costs no request anything. Attributes are named `slipstream.NAME`, but for those of
-OpenTelemetry's conventions (`describe`).
+collector that is unavailable costs no request anything. Attributes are named `slipstream.NAME`, but for those
+of OpenTelemetry's conventions (`describe`).
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def _rpc_attributes(name: str) -> dict[str, Attribute]:
 
 def _end_with_process(provider: TracerProvider) -> None:
     """Export what is left at the end, within EXIT_S: the SDK's own end waits half a minute for a collector
-    that is away. The thread is there before, as none can be started then."""
+    that is unavailable. The thread is there before, as none can be started then."""
     ending = threading.Event()
 
     def end() -> None:

@@ -212,7 +212,7 @@ class Puts:
 
     def _check_term(self, reservation: PutReservation) -> None:
         if reservation.term != self._term():
-            raise Fenced("this node was away since the reservation; others may have taken its place")
+            raise Fenced("this node was unavailable since the reservation; others may have taken its place")
 
     def _release_slots(self, reservation: PutReservation) -> None:
         self._incoming.difference_update(reservation.slots)

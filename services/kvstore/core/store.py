@@ -158,7 +158,7 @@ class BlockStore:
         One call asks the pool for all blocks that this node lacks.
         """
         tiers = self._local_tiers(chain)
-        if self.pool is None or self.pool.away or len(tiers) == len(chain):
+        if self.pool is None or self.pool.unavailable or len(tiers) == len(chain):
             return tiers, {}
         rest = chain[len(tiers) :]
         lacking = [key for key in rest if not self.contains(key)]

@@ -1,8 +1,8 @@
 """Health of a disk, derived from the results of its calls. Pure; the caller passes the time, in seconds.
 
-    OK         readable and writable
-    READ_ONLY  a write failed or hangs: the disk serves reads and takes no blocks
-    AWAY       successive reads fail, are late or hang: the disk's blocks are misses until it is back
+    OK           readable and writable
+    READ_ONLY    a write failed or hangs: the disk serves reads and takes no blocks
+    UNAVAILABLE  successive reads fail, are late or hang: the disk's blocks are misses until it is back
 
 A disk that is not OK is probed with back-off. A probe that writes, syncs and reads back in time, while no
 call hangs, makes it OK again.
@@ -14,9 +14,9 @@ import enum
 
 READ_HANGS_AFTER_S = 0.5
 WRITE_HANGS_AFTER_S = 5.0
-AWAY_AFTER_READ_ERRORS = 3
+UNAVAILABLE_AFTER_READ_ERRORS = 3
 # Successive readers that timed out without a single completed read.
-AWAY_AFTER_LATE = 2
+UNAVAILABLE_AFTER_LATE = 2
 # A probe makes five calls. On a disk that needs longer for them, reads are late too.
 SLOW_PROBE_S = 1.0
 FIRST_PROBE_S = 0.5
@@ -30,7 +30,7 @@ class DiskState(enum.IntEnum):
 
     OK = 0
     READ_ONLY = 1
-    AWAY = 2
+    UNAVAILABLE = 2
 
 
 class DiskHealth:
@@ -48,18 +48,18 @@ class DiskHealth:
         """Record a completed read. Single errors are bad sectors; several in a row are a bad disk."""
         self._late = 0
         self._read_errors = self._read_errors + 1 if failed else 0
-        if self._read_errors >= AWAY_AFTER_READ_ERRORS:
-            self._worsen(DiskState.AWAY, now_s)
+        if self._read_errors >= UNAVAILABLE_AFTER_READ_ERRORS:
+            self._worsen(DiskState.UNAVAILABLE, now_s)
 
     def record_late(self, *, now_s: float) -> None:
         """Record that a reader timed out before any read completed."""
         self._late += 1
-        if self._late >= AWAY_AFTER_LATE:
-            self._worsen(DiskState.AWAY, now_s)
+        if self._late >= UNAVAILABLE_AFTER_LATE:
+            self._worsen(DiskState.UNAVAILABLE, now_s)
 
-    def mark_away(self, *, now_s: float) -> None:
+    def mark_unavailable(self, *, now_s: float) -> None:
         """Record that the disk could not be opened."""
-        self._worsen(DiskState.AWAY, now_s)
+        self._worsen(DiskState.UNAVAILABLE, now_s)
 
     def record_write_failure(self, *, now_s: float) -> None:
         """Record that a write or a sync failed for another reason than a full disk."""
@@ -68,7 +68,7 @@ class DiskHealth:
     def check_running_calls(self, *, read_s: float | None, write_s: float | None, now_s: float) -> None:
         """Check for hanging calls. `read_s`, `write_s`: starts of the oldest running ones, or None."""
         if read_s is not None and now_s - read_s > READ_HANGS_AFTER_S:
-            self._worsen(DiskState.AWAY, now_s)
+            self._worsen(DiskState.UNAVAILABLE, now_s)
         if write_s is not None and now_s - write_s > WRITE_HANGS_AFTER_S:
             self._worsen(DiskState.READ_ONLY, now_s)
 

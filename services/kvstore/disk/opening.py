@@ -1,8 +1,8 @@
 """Opens disks at start in daemon threads, and waits for them while they make progress.
 
-A hanging disk must not block the node. The node goes on without it and marks it as away; its thread goes on,
-and the tier uses the recovered index when the disk answers. The threads are daemons, so that a call that
-never returns does not keep the process from exiting.
+A hanging disk must not block the node. The node goes on without it and marks it as unavailable; its thread
+goes on, and the tier uses the recovered index when the disk answers. The threads are daemons, so that a call
+that never returns does not keep the process from exiting.
 """
 
 from __future__ import annotations

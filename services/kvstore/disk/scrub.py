@@ -42,7 +42,7 @@ class Scrubber:
     async def _scrub_forever(self) -> None:
         while True:
             for row in self._tier.table.rows().tolist():
-                while self._tier.away:
+                while self._tier.unavailable:
                     await asyncio.sleep(self._pause_s)
                 block = self._tier.table.at(row)
                 if block is None:

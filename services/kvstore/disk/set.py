@@ -1,7 +1,7 @@
 """The disks of a node as one store. Each disk is a failure domain, and a block is on one of them.
 
-A disk that is away serves and takes no blocks, a read-only or busy one takes none; the others go on. The
-blocks of a disk that comes back are available again.
+A disk that is unavailable serves and takes no blocks, a read-only or busy one takes none; the others go on.
+The blocks of a disk that comes back are available again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DiskSet:
         return any(not tier.read_only for tier in self.tiers)
 
     def open(self) -> None:
-        """Open all disks; one that fails is away until a probe opens it.
+        """Open all disks; one that fails is unavailable until a probe opens it.
 
         Raises FailedPrecondition for an unusable directory, and closes all disks then.
         """
@@ -63,7 +63,8 @@ class DiskSet:
             raise
 
     async def open_async(self) -> None:
-        """Open like `open`, without blocking. A disk that hangs, or scans for too long at the start, is away.
+        """Open like `open`, without blocking. A disk that hangs, or scans for too long at the start, is
+        unavailable.
 
         Raises FailedPrecondition for an unusable directory, and closes all disks then.
         """
@@ -93,7 +94,7 @@ class DiskSet:
         """Whether an available disk has each block of the chain; much faster than single lookups."""
         found = np.zeros(len(chain), np.bool_)
         for tier in self.tiers:
-            if not tier.away:
+            if not tier.unavailable:
                 found |= tier.table.held(chain)
         answer: list[bool] = found.tolist()
         return answer
@@ -113,7 +114,7 @@ class DiskSet:
         def changed(key: bytes, held: bool) -> None:
             if held or not self.contains(
                 key
-            ):  # a second disk may have a copy, stored while the first was away
+            ):  # a second disk may have a copy, stored while the first was unavailable
                 on_change(key, held)
 
         for tier in self.tiers:
@@ -167,7 +168,9 @@ class DiskSet:
 
         Raises NotFound, Unavailable.
         """
-        found = [(tier, block) for tier in self.tiers if not tier.away and (block := tier.table.get(key))]
+        found = [
+            (tier, block) for tier in self.tiers if not tier.unavailable and (block := tier.table.get(key))
+        ]
         if not found:
             raise NotFound("no such block")
         return all([await tier.verify(block) for tier, block in found])
@@ -190,7 +193,9 @@ class DiskSet:
             "slipstream_kvstore_corrupt_blocks_total": self.sum(lambda tier: tier.corrupt_blocks),
             "slipstream_kvstore_disk_errors_total": self.sum(lambda tier: tier.io_errors),
             "slipstream_kvstore_disk_read_only": self.sum(lambda tier: tier.read_only),
-            "slipstream_kvstore_disk_unavailable": self.sum(lambda tier: tier.health.state == DiskState.AWAY),
+            "slipstream_kvstore_disk_unavailable": self.sum(
+                lambda tier: tier.health.state == DiskState.UNAVAILABLE
+            ),
             "slipstream_kvstore_evicted_rerequested_nvme_total": self.sum(lambda tier: _rewanted(tier)[0]),
             "slipstream_kvstore_evicted_rerequested_nvme_gap_seconds_total": self.sum(
                 lambda tier: _rewanted(tier)[1] / 1e3

@@ -2,9 +2,9 @@
 
 No error here fails a request. A block that cannot be read or does not verify is dropped and is a miss. A
 disk that fails writes takes no more blocks. One that hangs, is too slow, fails reads or cannot be opened is
-away until a probe succeeds (`disk/watch.py`). A full disk keeps the segments it has. A segment whose sync
-failed is never trusted again: the tier drops its blocks and removes the file. A restart rebuilds the index
-from the headers, and verifies each payload by its checksum when it is read.
+unavailable until a probe succeeds (`disk/watch.py`). A full disk keeps the segments it has. A segment whose
+sync failed is never trusted again: the tier drops its blocks and removes the file. A restart rebuilds the
+index from the headers, and verifies each payload by its checksum when it is read.
 
 The table belongs to the event loop; small thread pools read and write the files.
 """
@@ -126,9 +126,9 @@ class DiskTier:
         return self.health.state != DiskState.OK
 
     @property
-    def away(self) -> bool:
+    def unavailable(self) -> bool:
         """Whether the disk's blocks are misses now."""
-        return self.health.state == DiskState.AWAY
+        return self.health.state == DiskState.UNAVAILABLE
 
     @property
     def n_syncs(self) -> int:
@@ -143,7 +143,7 @@ class DiskTier:
     def open(self) -> None:
         """Lock the directory and rebuild the index. Blocking; called before any use.
 
-        A disk that fails is away until a probe opens it. Raises FailedPrecondition when the directory
+        A disk that fails is unavailable until a probe opens it. Raises FailedPrecondition when the directory
         cannot be used or another process has locked it.
         """
         try:
@@ -152,7 +152,7 @@ class DiskTier:
             self.watch.open_failed(error)
 
     async def open_async(self) -> None:
-        """Open like `open`, without blocking. A disk that hangs is away until it answers."""
+        """Open like `open`, without blocking. A disk that hangs is unavailable until it answers."""
         opening = asyncio.ensure_future(self._open_in_thread())
         if not await self._opener.wait_with_progress(opening):
             self.watch.open_hangs(opening)
@@ -168,7 +168,7 @@ class DiskTier:
 
     def contains(self, key: bytes) -> bool:
         """Whether a block is indexed. Its read may still find it damaged."""
-        return not self.away and self.table.contains(key)
+        return not self.unavailable and self.table.contains(key)
 
     async def read_many(
         self, wanted: Sequence[tuple[bytes, int]], *, on_read: OnRead | None = None
@@ -180,7 +180,7 @@ class DiskTier:
         disk may write to the memory until this returns.
         """
         async with DiskReads(wanted, NotFound("no such block"), on_read) as reads:
-            if not self.away:
+            if not self.unavailable:
                 # The disk starts with the first few while the rest is looked up.
                 few, others = wanted[:FIRST_BLOCKS], wanted[FIRST_BLOCKS:]
                 self._begin_found(reads, 0, [self.table.get(key) for key, _ in few])
@@ -350,8 +350,8 @@ class DiskTier:
         return [slab for slab in self._retired if not self.table.slabs[slab].taken]
 
     def cancel_waiting(self) -> None:
-        """Cancel queued calls because the disk is away."""
-        gone = Unavailable(f"{self.directory} is away")
+        """Cancel queued calls because the disk is unavailable."""
+        gone = Unavailable(f"{self.directory} is unavailable")
         self._reads.cancel_waiting(gone)
         self._writes.cancel_waiting(gone)
 

@@ -60,18 +60,18 @@ class DiskWatch:
         self._probing: asyncio.Task[None] | None = None
         self._closed = False
         self.io_errors = 0
-        self.on_away: Callable[[], None] = lambda: None
+        self.on_unavailable: Callable[[], None] = lambda: None
         self.on_state: Callable[[], None] = lambda: None  # called when the state changes
 
     def open_failed(self, error: OSError) -> None:
-        """Mark the disk as away until a probe opens it."""
+        """Mark the disk as unavailable until a probe opens it."""
         log.error("disk tier: %s cannot be read, going on without it: %s", self._name, error)
-        self.health.mark_away(now_s=self._clock_s())
+        self.health.mark_unavailable(now_s=self._clock_s())
 
     def open_hangs(self, opening: Awaitable[None]) -> None:
-        """Mark the disk as away until `opening` and a probe after it succeed."""
+        """Mark the disk as unavailable until `opening` and a probe after it succeed."""
         log.error("disk tier: %s does not answer, going on without it until it does", self._name)
-        self.health.mark_away(now_s=self._clock_s())
+        self.health.mark_unavailable(now_s=self._clock_s())
         self._probing = asyncio.create_task(self._probe(opening))
 
     def record_read(self) -> None:
@@ -113,9 +113,9 @@ class DiskWatch:
             return
         log.error("disk tier: %s is %s: %s", self._name, self.health.state.name, why)
         self.on_state()
-        if self.health.state == DiskState.AWAY:
+        if self.health.state == DiskState.UNAVAILABLE:
             self._disk.cancel_waiting()
-            self.on_away()
+            self.on_unavailable()
 
     def _tick(self) -> None:
         self._ticking = None

@@ -2,7 +2,8 @@
 
 A block is loaded once for all readers, and the blocks of a pin enter the disk's queue as one batch. The load
 owns the destination slot until the disk's read has ended. Readers stop waiting at a time-out, and at once
-when the disk goes away. A running load then completes and publishes its block; a queued load is cancelled.
+when the disk becomes unavailable. A running load then completes and publishes its block; a queued load is
+cancelled.
 
 Each disk may occupy a bounded number of slots, so that a hanging disk blocks neither other disks nor the
 memory. `pin_order.py` keeps short pins from waiting for long ones.
@@ -96,7 +97,7 @@ class Promoter:
         self._loading_bytes: dict[DiskTier, int] = dict.fromkeys(disks.tiers, 0)
         self._tasks: set[asyncio.Task[None]] = set()
         for tier in disks.tiers:
-            tier.watch.on_away = self._disk_away
+            tier.watch.on_unavailable = self._disk_unavailable
 
     @property
     def tiers(self) -> list[DiskTier]:
@@ -111,7 +112,7 @@ class Promoter:
     @property
     def quarantined_bytes(self) -> int:
         """Memory that unavailable disks may still write to. Its readers no longer wait."""
-        return sum(n_bytes for tier, n_bytes in self._loading_bytes.items() if tier.away)
+        return sum(n_bytes for tier, n_bytes in self._loading_bytes.items() if tier.unavailable)
 
     def promote(self, keys: Sequence[bytes]) -> Promotion:
         """Load these blocks of a chain, which are not in memory. The caller closes the promotion."""
@@ -176,7 +177,7 @@ class Promoter:
         batch: list[tuple[bytes, Slot]] = []
         while self._loading[tier] < CONCURRENT and (key := self._next(tier)) is not None:
             present = self.dram.get(key)
-            on_disk = tier.table.get(key) if present is None and not tier.away else None
+            on_disk = tier.table.get(key) if present is None and not tier.unavailable else None
             if on_disk is None:
                 self._complete(key, present)
                 continue
@@ -267,7 +268,7 @@ class Promoter:
         for prefetches in self._prefetches.values():
             prefetches.pop(key, None)
 
-    def _disk_away(self) -> None:
+    def _disk_unavailable(self) -> None:
         """Fail the loads of unavailable disks at once."""
         for key in list(self._wanted):
             if self._disks.contains(key):

@@ -37,7 +37,7 @@ PROBE_S = 1.0
 # The segment leaves the pool at once; with an elected master the rest of a close may take 5 s.
 CLOSE_S = 3.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 5.0
-# Calls that only ask the master. A late or failed one marks the pool as away.
+# Calls that only ask the master. A late or failed one marks the pool as unavailable.
 _ASKS_MASTER = ("find", "drop", "clear")
 _PROBE_KEY = bytes(16)
 
@@ -107,7 +107,7 @@ class AgentClient:
     @property
     def available(self) -> bool:
         """Whether the pool is reachable, so that calls are worth their wait."""
-        return self._writer is not None and not self.health.away and not self._closing
+        return self._writer is not None and not self.health.unavailable and not self._closing
 
     @property
     def staged_bytes(self) -> int:
@@ -168,12 +168,12 @@ class AgentClient:
                 await self._slots[kind].acquire()
                 if self._writer is None or self._closing:
                     self._slots[kind].release()
-                    raise Unavailable("the pool is away")
+                    raise Unavailable("the pool is unavailable")
                 call = self._send(kind, staged, fields)
                 return await asyncio.shield(call.answer)
         except TimeoutError:
             if kind in _ASKS_MASTER:
-                self._mark_away(f"a {kind} took more than {self._clock_s() - begun_s:.1f} s")
+                self._mark_unavailable(f"a {kind} took more than {self._clock_s() - begun_s:.1f} s")
             raise Unavailable(f"the pool did not answer a {kind} in time") from None
         finally:
             if call is not None:
@@ -197,9 +197,9 @@ class AgentClient:
         self._writer.write(packed({"id": self._next_id, "do": kind, **fields}))
         return call
 
-    def _mark_away(self, why: str) -> None:
+    def _mark_unavailable(self, why: str) -> None:
         if self.health.record_failure(now_s=self._clock_s()):
-            log.warning("pool: away: %s", why)
+            log.warning("pool: unavailable: %s", why)
             self.on_state()
 
     async def _probe_forever(self) -> None:
@@ -236,7 +236,7 @@ class AgentClient:
                 log.warning("pool: %s", error)
             except Exception:  # a defect: the next agent may work
                 log.exception("pool: invalid message of its agent")
-            self._mark_away("its agent ended")
+            self._mark_unavailable("its agent ended")
             pause_s = FIRST_PAUSE_S if self._clock_s() - begun_s > START_S else min(MAX_PAUSE_S, 2 * pause_s)
             await asyncio.sleep(pause_s)
             self.restarts += 1
@@ -325,7 +325,7 @@ class AgentClient:
             call.staged = None
         self._end_call(call)
         if "error" in message:
-            self._mark_away(message["error"])
+            self._mark_unavailable(message["error"])
         if call.answer.done():
             return
         if "error" in message:

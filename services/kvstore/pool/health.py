@@ -1,7 +1,8 @@
 """Health of the pool, derived from the results of its calls. Pure; the caller passes the time, in seconds.
 
-One call that times out or finds no master marks the pool as away, until a probe succeeds. Failing probes
-back off. A healthy pool is probed too, at a low rate, since a restarted master may have lost its values.
+One call that times out or finds no master marks the pool as unavailable, until a probe succeeds. Failing
+probes back off. A healthy pool is probed too, at a low rate, since a restarted master may have lost its
+values.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ PROBE_EVERY_S = 2.0
 
 
 class PoolHealth:
-    """Away until the first probe succeeds."""
+    """Unavailable until the first probe succeeds."""
 
     def __init__(self) -> None:
-        self.away = True
+        self.unavailable = True
         self._pause_s = FIRST_PROBE_S
         self._probe_at_s = 0.0
 
     def record_failure(self, *, now_s: float) -> bool:
-        """Record a failed call or probe; returns whether the pool went away by it."""
-        went = not self.away
+        """Record a failed call or probe; returns whether the pool became unavailable by it."""
+        went = not self.unavailable
         self._pause_s = FIRST_PROBE_S if went else min(MAX_PROBE_S, 2 * self._pause_s)
-        self.away = True
+        self.unavailable = True
         self._probe_at_s = now_s + self._pause_s
         return went
 
@@ -34,5 +35,5 @@ class PoolHealth:
     def record_success(self, *, now_s: float) -> bool:
         """Record a successful probe; returns whether the pool came back by it."""
         self._probe_at_s = now_s + PROBE_EVERY_S
-        came, self.away = self.away, False
+        came, self.unavailable = self.unavailable, False
         return came

@@ -91,7 +91,7 @@ class Inventory:
         self.eviction_stats.record_request(chain, now_ms=self._now_ms())
 
     def clear(self) -> None:
-        """Remove all blocks because the pool is away. The next list must be a whole one."""
+        """Remove all blocks because the pool is unavailable. The next list must be a whole one."""
         self._last_applied, self._truncated = self._last_requested, False
         self._listed.clear()
         self._added.clear()

@@ -1,7 +1,7 @@
 """The Mooncake Store pool as a tier: memory that the nodes share.
 
 No error here fails a request. A block that cannot be fetched in time, or does not verify, is a miss. While
-the pool is away, lookups return at once and writes wait for its return.
+the pool is unavailable, lookups return at once and writes wait for its return.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PoolTier:
         self._promoter.tombstones = drops
 
     @property
-    def away(self) -> bool:
+    def unavailable(self) -> bool:
         """Whether the pool is unreachable, so that its blocks are misses."""
         return not self.client.available
 
@@ -65,7 +65,7 @@ class PoolTier:
     def knows_all(self) -> bool:
         """Whether an unknown block is certainly not in the pool. True without `--pool-admin`."""
         listed = self.watch.has_listed and self.inventory.knows_all
-        return not self.away and (listed or not self.options.admin)
+        return not self.unavailable and (listed or not self.options.admin)
 
     @property
     def held_blocks(self) -> int:
@@ -95,7 +95,7 @@ class PoolTier:
         Looks up the first MAX_FIND_BLOCKS keys.
         """
         asked = list(dict.fromkeys(keys))[:MAX_FIND_BLOCKS]
-        if self.away or not asked or wait_s <= 0:
+        if self.unavailable or not asked or wait_s <= 0:
             return {}
         try:
             answer = await self.client.call(
@@ -151,8 +151,8 @@ class PoolTier:
 
         Returns False, and removes the value, when no replica is whole. Raises NotFound and Unavailable.
         """
-        if self.away:
-            raise Unavailable("the pool is away")
+        if self.unavailable:
+            raise Unavailable("the pool is unavailable")
         sizes = (await self.client.call("find", timeout_s=FIND_S, keys=[key.hex()]))["sizes"]
         outcome = sizes[0] if not sizes[0] or self._fits(sizes[0]) else CORRUPT
         if outcome > 0:
@@ -196,7 +196,7 @@ class PoolTier:
         return {
             "slipstream_kvstore_blocks_pool": blocks,
             "slipstream_kvstore_bytes_pool": n_bytes,
-            "slipstream_kvstore_pool_unavailable": self.away,
+            "slipstream_kvstore_pool_unavailable": self.unavailable,
             "slipstream_kvstore_inventory_blocks_pool": len(self.inventory),
             "slipstream_kvstore_unreachable_blocks_pool": self.watch.unreachable.blocks,
             "slipstream_kvstore_unreachable_dropped_pool_total": self.watch.unreachable.dropped_blocks,

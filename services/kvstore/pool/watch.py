@@ -55,7 +55,7 @@ class PoolWatch:
         self._task = asyncio.create_task(self._watch(), name="pool-watch")
 
     def clear(self) -> None:
-        """Reset all state because the pool is away."""
+        """Reset all state because the pool is unavailable."""
         self._needs_whole_list, self._list_is_complete, self.has_listed = True, False, False
         self._inventory.clear()
         self.unreachable.clear()
@@ -96,7 +96,7 @@ class PoolWatch:
             self.has_listed = False
             raise
         if not self._client.available or not self._inventory.is_current(number):
-            return False  # the pool is away, or was meanwhile
+            return False  # the pool is unavailable, or was meanwhile
         problem = answer.get("list_error", "")
         if problem != self._problem:
             self._problem = problem

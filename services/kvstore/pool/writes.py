@@ -1,7 +1,8 @@
 """Write-behind from DRAM to the pool.
 
-While the pool is away blocks stay queued. When it is back, all blocks in memory are queued again, since a
-restarted master may have lost its values. A lookup before each put skips the blocks that the pool has.
+While the pool is unavailable blocks stay queued. When it is back, all blocks in memory are queued again,
+since a restarted master may have lost its values. A lookup before each put skips the blocks that the pool
+has.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class PoolWrites:
         self.discard_known(list(self._known) if keys is None else keys)
 
     def state_changed(self) -> None:
-        """Handle that the pool went away or came back."""
+        """Handle that the pool became unavailable or came back."""
         if self._client.available:
             self.offer(self._dram.table.keys())
         else:

@@ -60,7 +60,7 @@ class DiskSweep:
             return 0
         self._look_at_s = now_s + LOOK_EVERY_S
         self._disks.watch_gaps()
-        if any(tier.away for tier in self._disks.tiers) or not self._knows_all():
+        if any(tier.unavailable for tier in self._disks.tiers) or not self._knows_all():
             self._watch.clear()  # what is before a block may be there
             return 0
         due = self._watch.look(now_s=now_s)

@@ -26,13 +26,13 @@ class JobView:
         self._jobs = jobs
 
     async def summary_json(self) -> dict[str, Any]:
-        """The queue. A database that does not answer is a state of it: `away` says why."""
+        """The queue. A database that does not answer is a state of it: `unavailable` says why."""
         if self._jobs is None:
             return {"has_database": False}
         try:
-            return {"has_database": True, "away": None, **summary_json(await self._jobs.summary())}
+            return {"has_database": True, "unavailable": None, **summary_json(await self._jobs.summary())}
         except SlipstreamError as error:
-            return {"has_database": True, "away": str(error)}
+            return {"has_database": True, "unavailable": str(error)}
 
     async def page_json(self, query: Mapping[str, str]) -> dict[str, Any]:
         """A page of the list, newest first. Raises InvalidArgument."""

@@ -104,7 +104,7 @@ class JobPuller:
         self._held_since_s = math.inf  # since when live requests hold claimed jobs
         self._tasks: list[asyncio.Task[None]] = []
         self._seen = QueueState({}, frozenset(), 0, 0)
-        self._is_away = False  # the database did not answer the last heartbeat
+        self._is_unavailable = False  # the database did not answer the last heartbeat
 
     @property
     def running(self) -> int:
@@ -132,7 +132,7 @@ class JobPuller:
         return {
             "slipstream_jobs_waiting": self._seen.queued,
             "slipstream_jobs_running": self._seen.running,
-            "slipstream_database_unavailable": float(self._is_away),
+            "slipstream_database_unavailable": float(self._is_unavailable),
         }
 
     def start(self) -> None:
@@ -320,11 +320,11 @@ class JobPuller:
                 if n_heartbeats % _SWEEP_EVERY == 1:
                     n_expired, _ = await self._leases.sweep()
                     count_ended(self._counters, JobState.EXPIRED, n_expired)
-                self._is_away = False
+                self._is_unavailable = False
             except OwnerLost:
                 await self._lose_owner()
             except SlipstreamError as error:
-                self._is_away = True
+                self._is_unavailable = True
                 log.warning("the jobs of this router have no heartbeat: %s", error)
             except Exception:
                 log.exception("the jobs of this router have no heartbeat")

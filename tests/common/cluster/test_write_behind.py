@@ -236,7 +236,7 @@ def test_a_write_that_was_not_made_is_repeated_at_once_and_an_unknown_one_later(
 
 
 def test_writes_that_fail_copy_nothing_of_what_waits() -> None:
-    """etcd is away: one transaction of 64 fails again and again while 20,000 sessions wait."""
+    """etcd is unavailable: one transaction of 64 fails again and again while 20,000 sessions wait."""
     write_behind = PlacementWriteBehind(max_dirty=30_000)
     for number in range(20_000):
         write_behind.put(SessionId("t", str(number)), Placement(block_count=number))

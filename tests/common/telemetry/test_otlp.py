@@ -211,7 +211,7 @@ async def test_exemplars_name_the_exported_spans_of_the_last_values(
         ] == expected
 
 
-async def test_a_collector_that_is_away_costs_a_line_in_the_log(
+async def test_a_collector_that_is_unavailable_costs_a_line_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "http://127.0.0.1:1")

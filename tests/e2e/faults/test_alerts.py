@@ -72,15 +72,15 @@ def test_a_disk_that_fails(watched: Watched, watched_cluster: LocalCluster, disk
 
     def fires() -> bool:
         chat(watched_cluster, next(requests))
-        return watched.firing("SlipstreamDiskAway", process=STORE)
+        return watched.firing("SlipstreamDiskUnavailable", process=STORE)
 
     until(fires, what=lambda: f"the alert of the disk; {watched.told()}")
-    assert watched.names() == {"SlipstreamDiskAway"}
+    assert watched.names() == {"SlipstreamDiskUnavailable"}
     disk.heal()
 
     def ends() -> bool:
         chat(watched_cluster, next(requests))
-        return watched.resolved("SlipstreamDiskAway", process=STORE)
+        return watched.resolved("SlipstreamDiskUnavailable", process=STORE)
 
     until(ends, what="the end of the alert of the disk")
 
@@ -117,12 +117,12 @@ def started_s(watched: Watched) -> float:
 def test_an_etcd_that_hangs(watched: Watched, watched_cluster: LocalCluster) -> None:
     with stopped(watched_cluster, "etcd"):
         until(
-            lambda: watched.firing("SlipstreamEtcdAway"),
+            lambda: watched.firing("SlipstreamEtcdUnavailable"),
             what=lambda: f"the alert of etcd; {watched.told()}",
         )
         chat(watched_cluster, 0)  # requests go on
-    until(lambda: watched.resolved("SlipstreamEtcdAway"), what="its end")
-    assert watched.names() == {"SlipstreamEtcdAway"}
+    until(lambda: watched.resolved("SlipstreamEtcdUnavailable"), what="its end")
+    assert watched.names() == {"SlipstreamEtcdUnavailable"}
 
 
 @contextmanager

@@ -42,7 +42,7 @@ PART = 2
 PAGE_BYTES = 64 * 64
 ENGINE = ["--engine", "fake", "--fake-pace-s", "0.00003", "--kv-memory-bytes", str(160 * PAGE_BYTES)]
 WAITING = "slipstream_kvstore_writes_waiting"
-AWAY, READ_ONLY = "slipstream_kvstore_disk_unavailable", "slipstream_kvstore_disk_read_only"
+UNAVAILABLE, READ_ONLY = "slipstream_kvstore_disk_unavailable", "slipstream_kvstore_disk_read_only"
 FROM_DISK = "slipstream_kvstore_hits_nvme_total"
 WAITS = "slipstream_kvstore_disk_waits_total"
 GIVEN_UP, SKIPPED = "slipstream_kv_restores_given_up_total", "slipstream_kv_restores_skipped_total"
@@ -128,7 +128,7 @@ class Site:
         return len(list(Path(f"/proc/{self.cluster.pid(STORE)}/task").iterdir()))
 
     def well(self) -> bool:
-        return not self.figure(AWAY) and not self.figure(READ_ONLY)
+        return not self.figure(UNAVAILABLE) and not self.figure(READ_ONLY)
 
     def use_the_disk(self) -> None:
         """Run the load until blocks have come from the disk again."""
@@ -177,12 +177,12 @@ def fail(code: int, *kinds: str) -> Callable[[FaultyDisk], None]:
     return lambda disk: disk.fail(code, *kinds)
 
 
-# Each fault of the disk, and the state that the store reports: away, read-only, or unchanged.
+# Each fault of the disk, and the state that the store reports: unavailable, read-only, or unchanged.
 FAULTS: dict[str, tuple[Callable[[FaultyDisk], None], str | None]] = {
-    "hang": (hang, AWAY),
+    "hang": (hang, UNAVAILABLE),
     "read-only": (fail(errno.EROFS, "open", "write", "sync"), READ_ONLY),
-    "eio": (fail(errno.EIO, "read", "write", "sync"), AWAY),
-    "eio-reads": (fail(errno.EIO, "read"), AWAY),
+    "eio": (fail(errno.EIO, "read", "write", "sync"), UNAVAILABLE),
+    "eio-reads": (fail(errno.EIO, "read"), UNAVAILABLE),
     "sync": (fail(errno.EIO, "sync"), READ_ONLY),
     "full": (fail(errno.ENOSPC, "write"), READ_ONLY),
     "no-descriptors": (fail(errno.EMFILE, "open"), READ_ONLY),
@@ -235,10 +235,10 @@ def suffer(site: Site, name: str, *, has_grown: bool = False) -> None:
     until(nothing_leaked, what=lambda: f"{site.descriptors()}, {site.threads()} of {elsewhere}, {threads}")
 
 
-def test_no_request_waits_for_a_disk_that_is_away(site: Site) -> None:
+def test_no_request_waits_for_a_disk_that_is_unavailable(site: Site) -> None:
     site.disk.hang("read", "write", "sync")
     try:
-        site.run_until(lambda: site.figure(AWAY), "a disk that is away")
+        site.run_until(lambda: site.figure(UNAVAILABLE), "a disk that is unavailable")
         waits = site.figure(WAITS)
 
         def restores_all() -> bool:
@@ -250,7 +250,7 @@ def test_no_request_waits_for_a_disk_that_is_away(site: Site) -> None:
         # On busy cores a restore from memory may be slower than computing, and is given up for that.
         until(restores_all, what="two loads of which no restore is given up")
         assert site.figure(WAITS) == waits
-        assert site.figure(AWAY) == 1
+        assert site.figure(UNAVAILABLE) == 1
     finally:
         site.disk.heal()
     until(site.well, what="the disk is well again")

@@ -21,12 +21,12 @@ from tests.support.fixture_dirs import lasting_dir
 
 How = Callable[[LocalCluster], AbstractContextManager[None]]
 # Longer than the lease of a worker, so that all records have expired when etcd is back.
-AWAY_S = 12.0
-SOAK_AWAY_S = 60.0
+OUTAGE_S = 12.0
+SOAK_OUTAGE_S = 60.0
 # Longer than a lease, which a restarted etcd extends by its whole time: missing workers have expired by then.
 SETTLED_S = 15.0
-# A step of four streams takes 40 ms: streams run all the time that etcd is away, and the processes are idle
-# in between.
+# A step of four streams takes 40 ms: streams run all the time that etcd is unavailable, and the processes are
+# idle in between.
 DECODE_PACE_S = 0.01
 
 
@@ -101,19 +101,19 @@ def missing_s(fakes: LocalCluster, *, settled_s: float) -> float:
     return last_s - began_s
 
 
-def away(
+def etcd_unavailable(
     fakes: LocalCluster,
     load: list[FaultRequest],
     expected: list[Answer],
     how: How,
     *,
-    away_s: float,
+    outage_s: float,
     settled_s: float = 0.0,
 ) -> None:
-    """Take etcd away under load. `settled_s`: the time after which a missing worker would have expired."""
+    """Make etcd unavailable under load. `settled_s`: the time after which a missing worker would have expired."""
     pids = {instance: fakes.pid(instance) for instance in fakes.workers}
     with how(fakes):
-        until_s = time.monotonic() + away_s
+        until_s = time.monotonic() + outage_s
         while time.monotonic() < until_s:
             assert_undisturbed(fakes, load, expected, disturb=lambda: None, after_tokens=1)
     print(f"a worker was missing until {missing_s(fakes, settled_s=settled_s):.2f} s after etcd was back")
@@ -122,22 +122,22 @@ def away(
 
 
 @pytest.mark.parametrize("how", [killed, stopped])
-def test_etcd_away_under_load(
+def test_etcd_unavailable_under_load(
     paced: LocalCluster,
     few: list[FaultRequest],
     few_expected: list[Answer],
     how: How,
 ) -> None:
-    away(paced, few, few_expected, how, away_s=AWAY_S)
+    etcd_unavailable(paced, few, few_expected, how, outage_s=OUTAGE_S)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("how", [killed, stopped])
-def test_etcd_away_for_a_minute(
+def test_etcd_unavailable_for_a_minute(
     fakes: LocalCluster,
     load: list[FaultRequest],
     expected: list[Answer],
     how: How,
 ) -> None:
-    away(fakes, load, expected, how, away_s=SOAK_AWAY_S, settled_s=SETTLED_S)
+    etcd_unavailable(fakes, load, expected, how, outage_s=SOAK_OUTAGE_S, settled_s=SETTLED_S)

@@ -25,7 +25,7 @@ from tests.support.clusters.local_cluster import REQUEST_S, LocalCluster, until
 from tests.support.fixture_dirs import lasting_dir
 
 REGIONS = ("eu", "us")
-AWAY_MS = 200.0
+DISTANCE_MS = 200.0
 # Computing a prompt of 2,000 tokens takes a second, more than the round trip to the other region.
 PREFILL_PACE_S, DECODE_PACE_S = 0.0005, 0.002
 MAX_BATCH = 4
@@ -34,7 +34,7 @@ MAX_BATCH = 4
 def changes() -> dict[str, dict[str, list[str]]]:
     found: dict[str, dict[str, list[str]]] = {}
     for number, region in enumerate(REGIONS):
-        at_home = ",".join(f"{name}={0 if name == region else AWAY_MS}" for name in REGIONS)
+        at_home = ",".join(f"{name}={0 if name == region else DISTANCE_MS}" for name in REGIONS)
         found[f"router-{number}"] = {"arguments": ["--region-ms", at_home]}
         found[f"kvstore-{number}"] = {"arguments": ["--region", region]}
         for role, pace_s in ((Role.PREFILL, PREFILL_PACE_S), (Role.DECODE, DECODE_PACE_S)):

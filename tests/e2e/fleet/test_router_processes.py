@@ -68,7 +68,7 @@ def answers(several: LocalCluster, requests: list[FaultRequest]) -> list[Answer]
 def status_of_routers(cluster: LocalCluster, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
     """The routers in the output of `slipstream status`, by instance."""
     capsys.readouterr()
-    with contextlib.suppress(Unavailable):  # raised after the output, for a process that is away
+    with contextlib.suppress(Unavailable):  # raised after the output, for a process that is unavailable
         asyncio.run(show_status(run_dir(cluster), as_json=True, dial=operator_dial(run_dir(cluster))))
     workers = json.loads(capsys.readouterr().out)["workers"]
     return {worker["instance"]: worker for worker in workers if worker["role"] == "router"}

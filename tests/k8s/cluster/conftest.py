@@ -46,7 +46,8 @@ class Deployed:
 
 @contextmanager
 def doubled(kubectl: Kubectl, *tiers: str) -> Iterator[None]:
-    """A second pod of each tier inside the block: local-cpu has one, and a tier of one is away with it."""
+    """A second pod of each tier inside the block: local-cpu has one, and a tier of one is unavailable with
+    it."""
 
     def scale(replicas: int) -> None:
         for tier in tiers:

@@ -249,7 +249,7 @@ async def test_the_scrub_finds_damage_in_unread_blocks() -> None:
     assert rig.disk.n_open == 0 and rig.tier.files.pool.in_use == 0
 
 
-async def test_the_scrub_keeps_its_rate_and_pauses_while_the_disk_is_away(
+async def test_the_scrub_keeps_its_rate_and_pauses_while_the_disk_is_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rig = Rig()
@@ -267,7 +267,7 @@ async def test_the_scrub_keeps_its_rate_and_pauses_while_the_disk_is_away(
     rate_bytes_per_s, pause_s = 1000, 1e9
     scrubber = Scrubber(rig.tier, bytes_per_s=rate_bytes_per_s, pause_s=pause_s)
     rig.tier.watch.close()  # a probe could bring the disk back too early
-    rig.tier.health.state = DiskState.AWAY
+    rig.tier.health.state = DiskState.UNAVAILABLE
     scrubber.start()
     async with asyncio.timeout(60):
         while len(slept_s) < 10:

@@ -227,20 +227,20 @@ async def test_a_flush_waits_for_the_writes_of_a_disk_that_is_back(
     assert all(one.set.contains(key(number)) for number in (*range(8), 9))
 
 
-async def test_single_read_errors_are_misses_and_several_in_a_row_mark_the_disk_away(one: Rig) -> None:
+async def test_single_read_errors_are_misses_and_several_in_a_row_mark_the_disk_unavailable(one: Rig) -> None:
     assert await one.put(*range(8)) == 8
     one.disks[0].failing["preadv"] = errno.EIO
     assert await one.served(0) == []
     assert one.tiers[0].health.state == DiskState.OK
     assert await one.served(1, 2, 3) == []
-    assert one.tiers[0].away and one.store.lookup_local([key(4)]) == []
+    assert one.tiers[0].unavailable and one.store.lookup_local([key(4)]) == []
     one.disks[0].failing.clear()
     await one.until(DiskState.OK)
     assert await one.served(4, 5, 6, 7) == [4, 5, 6, 7]
     assert await one.served(0) == []  # dropped after its failed read
 
 
-async def test_a_hanging_disk_is_away_and_back_when_it_answers(one: Rig) -> None:
+async def test_a_hanging_disk_is_unavailable_and_back_when_it_answers(one: Rig) -> None:
     gate = one.disks[0].before = Gate("preadv", "pwritev", "fdatasync")
     assert await one.put(*range(8)) == 8
     one.drop_memory()
@@ -248,7 +248,7 @@ async def test_a_hanging_disk_is_away_and_back_when_it_answers(one: Rig) -> None
     async with asyncio.timeout(60):
         pin = await one.store.pin([key(n) for n in range(8)], owner="r", requested_ms=0, disk_wait_s=60)
     assert pin.blocks == [] and gate.waiting  # the pin ended while the disk still hangs
-    assert one.tiers[0].away
+    assert one.tiers[0].unavailable
     quarantined = "slipstream_kvstore_quarantined_bytes_nvme"
     assert tier_metrics(one.store)[quarantined] == 8 * 2 * PAGE_BYTES  # the disk may still write there
     assert one.store.lookup_local([key(0)]) == []  # later lookups do not wait
@@ -283,7 +283,7 @@ async def test_one_disk_of_two_fails_and_the_other_takes_over(two: Rig) -> None:
     two.drop_memory()
     gate.open.clear()
     assert await two.served(on_first[0]) == []
-    await two.until(DiskState.AWAY, DiskState.OK)
+    await two.until(DiskState.UNAVAILABLE, DiskState.OK)
     assert await two.served(*on_second) == on_second
     assert await two.put(*range(100, 120)) == 20
     assert all(two.tiers[1].contains(key(n)) for n in range(100, 120))
@@ -328,9 +328,9 @@ def test_health_is_the_worst_state_and_probes_back_off() -> None:
     health.record_write_failure(now_s=0)
     assert state() == DiskState.READ_ONLY
     health.record_read(failed=True, now_s=0)
-    assert state() == DiskState.AWAY
+    assert state() == DiskState.UNAVAILABLE
     health.record_write_failure(now_s=0)
-    assert state() == DiskState.AWAY
+    assert state() == DiskState.UNAVAILABLE
     assert not health.probe_is_due(now_s=0.9) and health.probe_is_due(now_s=1.0)
     waits = []
     now_s = 1.0
@@ -340,7 +340,7 @@ def test_health_is_the_worst_state_and_probes_back_off() -> None:
         now_s += waits[-1]
     assert waits == [2, 4, 8, 16, 30, 30, 30, 30]
     health.record_probe(succeeded=True, hanging=True, now_s=now_s)
-    assert state() == DiskState.AWAY
+    assert state() == DiskState.UNAVAILABLE
     health.record_probe(succeeded=True, hanging=False, now_s=now_s)
     assert state() == DiskState.OK
 

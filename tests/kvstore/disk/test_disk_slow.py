@@ -14,7 +14,7 @@ import pytest
 from libs.worker.restore.restore_budget import RestoreBudget
 from services.kvstore.core.store import DISK_DEADLINE_S
 from services.kvstore.disk.config import check_disks
-from services.kvstore.disk.health import AWAY_AFTER_LATE, SLOW_PROBE_S, DiskHealth, DiskState
+from services.kvstore.disk.health import SLOW_PROBE_S, UNAVAILABLE_AFTER_LATE, DiskHealth, DiskState
 from services.kvstore.service import _disk_wait_s
 from slipstream.v1 import kvstore_pb2
 from tests.kvstore.disk.memory_disk import MemoryDisk
@@ -82,8 +82,8 @@ def test_a_disk_that_hangs_for_5_s_never_costs_more_than_a_fifth_of_computing() 
             assert pin.blocks == []
             assert waits_ms[-1] + compute_ms <= 1.2 * compute_ms
             await asyncio.sleep(0.05)
-        assert rig.tiers[0].away and len(waits_ms) > 50
-        # After the first requests the disk is away, and no request waits.
+        assert rig.tiers[0].unavailable and len(waits_ms) > 50
+        # After the first requests the disk is unavailable, and no request waits.
         assert 1 <= sum(wait_ms > 0 for wait_ms in waits_ms) <= 10
         clock.jump(on=False)
         gate.open.set()
@@ -106,22 +106,22 @@ def test_the_disk_wait_is_a_part_of_the_compute_time_within_the_nodes_limit() ->
     assert _disk_wait_s(kvstore_pb2.PinRequest(disk_wait_ms=20)) == 0.02
 
 
-def test_late_reads_mark_a_disk_away_and_a_slow_probe_does_not_bring_it_back() -> None:
+def test_late_reads_mark_a_disk_unavailable_and_a_slow_probe_does_not_bring_it_back() -> None:
     health = DiskHealth(first_probe_s=1.0)
 
     def state() -> DiskState:
         return health.state
 
-    for _ in range(AWAY_AFTER_LATE - 1):
+    for _ in range(UNAVAILABLE_AFTER_LATE - 1):
         health.record_late(now_s=0)
     health.record_read(failed=False, now_s=0)  # one read ended
-    for _ in range(AWAY_AFTER_LATE - 1):
+    for _ in range(UNAVAILABLE_AFTER_LATE - 1):
         health.record_late(now_s=0)
     assert state() == DiskState.OK
     health.record_late(now_s=0)
-    assert state() == DiskState.AWAY
+    assert state() == DiskState.UNAVAILABLE
     health.record_probe(succeeded=True, hanging=False, now_s=1, took_s=SLOW_PROBE_S + 0.1)
-    assert state() == DiskState.AWAY
+    assert state() == DiskState.UNAVAILABLE
     health.record_probe(succeeded=True, hanging=False, now_s=3, took_s=SLOW_PROBE_S / 2)
     assert state() == DiskState.OK
 
@@ -162,7 +162,7 @@ async def test_a_disk_that_is_dead_at_start_opens_when_it_heals(
         reported: set[bytes] = set()
         rig.set.subscribe(lambda found, held: reported.add(found) if held else reported.discard(found))
         rig.store.start()
-        assert rig.tiers[0].away and rig.store.lookup_local([key(0)]) == []
+        assert rig.tiers[0].unavailable and rig.store.lookup_local([key(0)]) == []
         assert await rig.put(20, 21) == 2  # the other disk takes them
         assert rig.tiers[1].table.n_blocks == 2
         assert not any(key(n) in reported for n in range(8))

@@ -29,7 +29,7 @@ from tests.support.processes.process_checks import all_gone
 from tests.worker.nodes import eventually, running_nodes
 from tests.worker.restore.test_restore_silent import prefill
 
-AWAY, ON_DISK = "slipstream_kvstore_disk_unavailable", "slipstream_kvstore_blocks_nvme"
+UNAVAILABLE, ON_DISK = "slipstream_kvstore_disk_unavailable", "slipstream_kvstore_blocks_nvme"
 N_BLOCKS = 21 - 1  # of the prompt's 82 tokens, whole blocks of four
 
 
@@ -73,13 +73,13 @@ async def test_a_disk_that_hangs_at_start_opens_when_it_answers(tmp_path: Path, 
         async with kvstore(tmp_path, disk) as store:  # it answers although its disk hangs
             assert disk.bitten() > before and disk.waiting() > 0
             status = await store.status()
-            assert (status.counters[AWAY], status.counters[ON_DISK]) == (1, 0)
+            assert (status.counters[UNAVAILABLE], status.counters[ON_DISK]) == (1, 0)
             # It keeps new blocks.
             await prefill(worker, worker.channel, 1, kvstore_endpoint=store.endpoint)
             await worker.core.writer.flush(timeout_s=60)
             assert (await store.status()).counters["slipstream_kvstore_blocks_dram"] == N_BLOCKS
             disk.heal()
-            await until(store, AWAY, 0)
+            await until(store, UNAVAILABLE, 0)
             await until(store, ON_DISK, 2 * N_BLOCKS)  # the earlier blocks and the new ones
             other = await nodes.prefill("prefill-2", checksum=UNKEYED)
             found = await prefill(other, other.channel, 0, kvstore_endpoint=store.endpoint)

@@ -50,7 +50,7 @@ class MemoryPool:
         self, kind: str, *, timeout_s: float, staged: Staged | None = None, **fields: Any
     ) -> dict[str, Any]:
         if not self.available:
-            raise Unavailable("away")
+            raise Unavailable("unavailable")
         try:
             answer: dict[str, Any] = getattr(self, f"_{kind}")(**fields)
             return answer

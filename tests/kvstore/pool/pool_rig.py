@@ -37,9 +37,9 @@ class Member:
         assert self.pool.client.pid is not None
         return self.pool.client.pid
 
-    async def until(self, *, away: bool, timeout_s: float = 200) -> None:
+    async def until(self, *, unavailable: bool, timeout_s: float = 200) -> None:
         async with asyncio.timeout(timeout_s):
-            while self.pool.away != away:
+            while self.pool.unavailable != unavailable:
                 await asyncio.sleep(0.02)
 
     async def put(self, numbers: Sequence[int]) -> None:

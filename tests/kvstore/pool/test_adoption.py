@@ -141,7 +141,7 @@ async def members(master: PoolMaster, monkeypatch: pytest.MonkeyPatch) -> AsyncI
     monkeypatch.setattr(watch, "LIST_PART", 1.0)
     made = [Member(master.address, segment_bytes=16 << 20, admin=master.admin) for _ in range(2)]
     for each in made:
-        await each.until(away=False)
+        await each.until(unavailable=False)
     yield made
     for each in made:
         await each.close()
@@ -161,7 +161,7 @@ async def test_unreachable_copies_of_a_dead_node_are_dropped_by_another(
     putter = Member(
         master.address, segment_bytes=16 << 20, replicas=3, admin=master.admin
     )  # a copy on each node
-    await putter.until(away=False)
+    await putter.until(unavailable=False)
     numbers = range(1, 9)
     chain = [key(number) for number in numbers]
     await putter.put([0])  # creates the eviction policy

@@ -50,7 +50,7 @@ async def test_a_call_that_hangs_keeps_its_memory_until_the_agent_is_dead(client
         await client.call("put", timeout_s=0.1, staged=staged)
     client.release(staged, "caller")
     assert client.staged_bytes == client.quarantined_bytes > 0  # the agent may still read it
-    assert client.available  # a put that hangs does not mark the pool away
+    assert client.available  # a put that hangs does not mark the pool as unavailable
     with pytest.raises(Unavailable):
         await client.stage([1 << 20], timeout_s=0.1)
     with pytest.raises(Unavailable):

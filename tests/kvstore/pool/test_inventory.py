@@ -257,7 +257,7 @@ def test_a_request_for_an_evicted_block_counts_once() -> None:
     assert (inventory.eviction_stats.wanted_blocks, inventory.eviction_stats.wanted_gap_ms) == (3, 5500)
     inventory.apply_list(inventory.request_list(), new=[], gone=KEYS[4:5])
     inventory.record_request(KEYS)
-    inventory.clear()  # a pool that is away has evicted nothing
+    inventory.clear()  # a pool that is unavailable has evicted nothing
     inventory.record_request(KEYS)
     assert inventory.eviction_stats.wanted_blocks == 3
 

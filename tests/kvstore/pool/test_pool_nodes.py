@@ -26,7 +26,7 @@ from tests.support.processes.process_checks import all_gone, eventually
 from tests.support.recorded_spans import PARENT
 
 DRAM, POOL = CacheTier.CACHE_TIER_DRAM, CacheTier.CACHE_TIER_POOL
-AWAY = "slipstream_kvstore_pool_unavailable"
+UNAVAILABLE = "slipstream_kvstore_pool_unavailable"
 RESTARTS = "slipstream_kvstore_pool_agent_restarts_total"
 
 # One fleet for all tests; the last one ends it.
@@ -69,8 +69,8 @@ class Fleet:
     ) -> None:
         self.master, self.nodes, self.clients, self.collector = master, nodes, clients, collector
 
-    async def until_away(self, client: Client, *, away: bool) -> None:
-        await client.wait_status(lambda s: (s.counters[AWAY] > 0) == away, timeout_s=200)
+    async def until_unavailable(self, client: Client, *, unavailable: bool) -> None:
+        await client.wait_status(lambda s: (s.counters[UNAVAILABLE] > 0) == unavailable, timeout_s=200)
 
     async def until_pooled(self, client: Client, numbers: list[int]) -> None:
         """Wait until a node finds blocks that another one put."""
@@ -105,7 +105,7 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
     try:
         with collector:
             for client in clients:
-                await fleet.until_away(client, away=False)
+                await fleet.until_unavailable(client, unavailable=False)
             yield fleet
     finally:
         for client in clients:
@@ -124,7 +124,7 @@ async def test_a_killed_agent_is_restarted(fleet: Fleet) -> None:
     assert await one.put([10]) == 1
     assert await one.fetch([10]) == [DRAM]
     await one.wait_status(lambda s: s.counters[RESTARTS] == 1)
-    await fleet.until_away(one, away=False)
+    await fleet.until_unavailable(one, unavailable=False)
     await fleet.until_pooled(other, [10])
 
 
@@ -135,20 +135,20 @@ async def test_calls_succeed_while_the_master_is_stopped_or_dead(fleet: Fleet) -
     fleet.master.suspend()
     try:
         assert await asyncio.wait_for(other.lookup([20, 21]), 60) == []
-        await fleet.until_away(other, away=True)
+        await fleet.until_unavailable(other, unavailable=True)
         assert await other.put([22]) == 1  # the node still takes puts
         assert await other.fetch([22, 20]) == [DRAM]
     finally:
         fleet.master.resume()
     for client in fleet.clients:
-        await fleet.until_away(client, away=False)
+        await fleet.until_unavailable(client, unavailable=False)
 
     fleet.master.kill()
     assert await asyncio.wait_for(other.lookup([20, 21]), 60) == []
-    await fleet.until_away(other, away=True)
+    await fleet.until_unavailable(other, unavailable=True)
     assert await other.fetch([22]) == [DRAM]
     fleet.master.start()  # it lost its values; the nodes put theirs again
-    await fleet.until_away(other, away=False)
+    await fleet.until_unavailable(other, unavailable=False)
     await fleet.until_pooled(other, [20, 21])
     assert await other.fetch([20, 21]) == [POOL, POOL]
     for client in fleet.clients:

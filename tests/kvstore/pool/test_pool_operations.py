@@ -23,8 +23,8 @@ class FakePool:
     def use_tombstones(self, drops: Tombstones) -> None:
         """Ignored: these tests load nothing."""
 
-    def __init__(self, *, away: bool = False) -> None:
-        self._away = away
+    def __init__(self, *, unavailable: bool = False) -> None:
+        self._unavailable = unavailable
 
     def known(self) -> list[bytes]:
         return [WHOLE, ROTTEN, GONE, SILENT]
@@ -37,18 +37,18 @@ class FakePool:
         return key == WHOLE
 
     async def drop(self, keys: list[bytes] | None) -> int:
-        if self._away:
-            raise Unavailable("the pool is away")
+        if self._unavailable:
+            raise Unavailable("the pool is unavailable")
         return len(self.known() if keys is None else keys)
 
 
-def operations(*, away: bool = False) -> Operations:
+def operations(*, unavailable: bool = False) -> Operations:
     dram = DramTier(1 << 20)
     slot = dram.table.allocate(100)
     assert slot is not None
     memory_at(dram.address_of(slot), 100)[:] = bytes(100)
     dram.table.publish(HERE, slot, 100, checksum(bytes(100)))
-    pool: Any = FakePool(away=away)
+    pool: Any = FakePool(unavailable=unavailable)
     return Operations(BlockStore(dram, None, Counters(), now_ms=lambda: 0.0, pool=pool))
 
 
@@ -64,4 +64,4 @@ async def test_verify_includes_the_pool() -> None:
 async def test_a_drop_reports_whether_the_pool_kept_its_copies() -> None:
     assert await operations().drop(None) == Dropped(copies=5, blocks=1)
     assert await operations().drop([HERE, WHOLE]) == Dropped(copies=3, blocks=1)
-    assert await operations(away=True).drop(None) == Dropped(copies=1, blocks=1, pool_kept=True)
+    assert await operations(unavailable=True).drop(None) == Dropped(copies=1, blocks=1, pool_kept=True)

@@ -79,12 +79,12 @@ def test_extents_never_overlap_and_merge_when_freed(steps: Sequence[tuple[bool, 
     assert extents.allocate(extents.n_bytes) == Extent(0, extents.n_bytes)
 
 
-def test_one_failure_marks_the_pool_away_until_a_probe_succeeds() -> None:
+def test_one_failure_marks_the_pool_unavailable_until_a_probe_succeeds() -> None:
     health = PoolHealth()
-    assert health.away and health.probe_in_s(now_s=0) == 0
-    assert health.record_success(now_s=10) and not health.away
+    assert health.unavailable and health.probe_in_s(now_s=0) == 0
+    assert health.record_success(now_s=10) and not health.unavailable
     assert not health.record_success(now_s=11) and health.probe_in_s(now_s=11) == PROBE_EVERY_S
-    assert health.record_failure(now_s=20) and health.away
+    assert health.record_failure(now_s=20) and health.unavailable
     assert health.probe_in_s(now_s=20) == FIRST_PROBE_S
     pauses = []
     for _ in range(6):

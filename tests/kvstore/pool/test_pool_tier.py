@@ -84,7 +84,7 @@ async def members(master: PoolMaster) -> AsyncIterator[list[Member]]:
         Member(master.address, replicas=2),
     ]
     for each in made:
-        await each.until(away=False)
+        await each.until(unavailable=False)
     agents = [each.agent for each in made]
     yield made
     for each in made:
@@ -129,7 +129,7 @@ async def test_damaged_values_are_misses_and_are_removed(
     assert await user.fetch(list(values)) == {1}
     assert user.pool.metrics()["slipstream_kvstore_pool_corrupt_blocks_total"] == len(wrong) + 2
     await user.at_rest()
-    async with asyncio.timeout(200):  # on a busy machine the pool may be away for a moment
+    async with asyncio.timeout(200):  # on a busy machine the pool may be unavailable for a moment
         while await user.find([1, *wrong]) != {1}:
             await asyncio.sleep(0.02)
         await user.put([0, 2])  # the damaged values are removed
@@ -188,15 +188,15 @@ async def test_a_copy_on_a_node_that_stops_or_dies_is_read_elsewhere(
                     await asyncio.sleep(0)  # the next fetch skips the reader that is stuck
             finally:
                 os.kill(stopped.agent, signal.SIGCONT)
-            await stopped.until(away=False)
+            await stopped.until(unavailable=False)
     killed = next(each for each in holders if each is not stopped)
     gone = killed.agent
     os.kill(gone, signal.SIGKILL)
-    await killed.until(away=True)
+    await killed.until(unavailable=True)
     await user.fetch(numbers)  # right bytes or a miss: the master may have removed the stopped node's copies
-    await killed.until(away=False)
+    await killed.until(unavailable=False)
     assert not alive(gone)
-    await stopped.until(away=False)
+    await stopped.until(unavailable=False)
     fresh = list(range(40, 48))
     async with asyncio.timeout(200):  # both members are back, so every block finds a place
         while (there := await user.fetch(fresh)) != set(fresh):
@@ -208,15 +208,15 @@ async def test_blocks_without_a_living_node_are_misses_and_can_be_put_again(
 ) -> None:
     first = members[0]
     single = Member(master.address)
-    await single.until(away=False)
+    await single.until(unavailable=False)
     numbers = list(range(60, 84))
     await single.put(numbers)
     assert await single.fetch(numbers) == set(numbers)
     os.kill(first.agent, signal.SIGKILL)
-    await first.until(away=True)
+    await first.until(unavailable=True)
     survivors = await single.fetch(numbers)
     assert survivors < set(numbers)  # 24 blocks, one of two places each
-    await first.until(away=False)
+    await first.until(unavailable=False)
     async with asyncio.timeout(200):
         while (there := await single.fetch(numbers)) != set(numbers):
             await single.put(sorted(set(numbers) - there))
@@ -240,13 +240,13 @@ async def test_a_newly_elected_master_has_the_earlier_puts(tmp_path: Path) -> No
         numbers = list(range(50))
         try:
             for each in (holder, user):
-                await each.until(away=False)
+                await each.until(unavailable=False)
             await user.put(numbers)
             master.kill()
-            await user.until(away=True)
+            await user.until(unavailable=True)
             assert await user.fetch(numbers) == set()
             master.start()
-            await user.until(away=False)
+            await user.until(unavailable=False)
             async with asyncio.timeout(200):
                 while await user.fetch(numbers) != set(numbers):
                     await asyncio.sleep(0.2)

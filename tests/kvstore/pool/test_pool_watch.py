@@ -129,7 +129,7 @@ async def test_no_copy_is_dropped_while_the_inventory_is_truncated() -> None:
         assert inventory.knows_all
 
 
-@pytest.mark.parametrize("how", ["the pool was away meanwhile", "not understood"])
+@pytest.mark.parametrize("how", ["the pool was unavailable meanwhile", "not understood"])
 async def test_a_whole_list_follows_a_lost_one(how: str) -> None:
     asked: list[bool] = []
     inventory = Inventory()

@@ -81,7 +81,9 @@ async def test_a_chain_that_is_whole_again_stays(rig: Rig) -> None:
     assert await rig.served(*range(8)) == list(range(8))
 
 
-async def test_no_block_is_unreachable_while_its_start_is_in_memory_or_a_disk_is_away(rig: Rig) -> None:
+async def test_no_block_is_unreachable_while_its_start_is_in_memory_or_a_disk_is_unavailable(
+    rig: Rig,
+) -> None:
     await put_chain(rig)
     look(rig, now_s=0)
     rig.publish(2)
@@ -94,7 +96,7 @@ async def test_no_block_is_unreachable_while_its_start_is_in_memory_or_a_disk_is
     rig.drop_memory()
     look(rig, now_s=1000)
     assert figures(rig)[0] >= 1
-    rig.tiers[0].health.mark_away(now_s=0)
+    rig.tiers[0].health.mark_unavailable(now_s=0)
     assert look(rig, now_s=1000 + GRACE_S) == 0
     assert figures(rig) == (0, 0)  # the disk may hold it; the grace time begins again
     rig.tiers[0].health.record_probe(succeeded=True, hanging=False, now_s=0)

@@ -10,7 +10,7 @@ KEYS = [bytes([number]) * 16 for number in range(8)]
 MANY = [number.to_bytes(16, "big") for number in range(1, 3 * DROP_BLOCKS)]
 
 
-def test_a_copy_whose_predecessor_stays_away_is_dropped_after_the_grace_time() -> None:
+def test_a_copy_whose_predecessor_stays_lost_is_dropped_after_the_grace_time() -> None:
     pooled, elsewhere = set(KEYS[:5]), set[bytes]()
     watch = UnreachableWatch(
         is_present=pooled.__contains__, is_usable=lambda key: key in pooled or key in elsewhere

@@ -84,11 +84,11 @@ async def test_a_router_without_decode_workers_is_not_ready_and_says_when_to_ret
 async def test_a_drain_rpc_is_seen_at_once_by_all(
     router: RouterServer, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    etcd_is_away = asyncio.Event()
+    etcd_is_unavailable = asyncio.Event()
     withdraw = cluster.discovery.withdraw
 
     async def withdraw_late(worker: Worker) -> None:
-        await etcd_is_away.wait()
+        await etcd_is_unavailable.wait()
         await withdraw(worker)
 
     monkeypatch.setattr(cluster.discovery, "withdraw", withdraw_late)
@@ -104,7 +104,7 @@ async def test_a_drain_rpc_is_seen_at_once_by_all(
             assert await grpc_health(router) == [NOT_SERVING] * 3 + [SERVING]
             assert router.metrics.snapshot()["slipstream_draining"] == 1
         finally:
-            etcd_is_away.set()
+            etcd_is_unavailable.set()
             await drained
 
 

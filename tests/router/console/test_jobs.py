@@ -124,11 +124,13 @@ async def test_a_router_without_a_database_explains_it(cluster: FakeCluster, car
             assert answer.status == 404 and "--database" in (await answer.json())["error"]["message"]
 
 
-async def test_a_database_that_is_away_is_a_state_and_not_the_end_of_the_events(tmp_path: Path) -> None:
+async def test_a_database_that_is_unavailable_is_a_state_and_not_the_end_of_the_events(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "jobs.db").write_bytes(b"this is no database" * 100)
     database = open_database(f"sqlite:{tmp_path}/jobs.db")
     try:
         page = await JobView(JobOverview(database, wall_clock_s=lambda: 0.0)).summary_json()
     finally:
         await database.close()
-    assert page["has_database"] and page["away"]
+    assert page["has_database"] and page["unavailable"]

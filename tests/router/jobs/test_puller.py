@@ -211,7 +211,7 @@ async def test_a_router_that_live_requests_keep_from_jobs_sees_the_queue(rig: Pu
     assert all(puller.gauges()["slipstream_database_unavailable"] == 0 for puller in pullers)
 
 
-async def test_a_database_that_is_away_is_a_figure(tmp_path: Path) -> None:
+async def test_a_database_that_is_unavailable_is_a_figure(tmp_path: Path) -> None:
     (tmp_path / "jobs.db").write_bytes(b"this is no database" * 100)
     database = open_database(f"sqlite:{tmp_path}/jobs.db")
     rig = PullerRig(JobTables(database))

@@ -47,7 +47,7 @@ async def test_a_job_whose_result_is_refused_fails_with_the_reason_and_others_ru
     await rig.until_begun(2)
 
 
-async def test_a_result_waits_for_a_database_that_is_away(rig: PullerRig) -> None:
+async def test_a_result_waits_for_a_database_that_is_unavailable(rig: PullerRig) -> None:
     await rig.tables.submit("a")
     rig.start("r1")
     await rig.until_begun(1)

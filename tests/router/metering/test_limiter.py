@@ -240,7 +240,7 @@ async def test_concurrent_places_of_a_killed_router_are_free_after_its_lease(dat
     assert fresh.passes()
 
 
-async def test_while_the_database_is_away_a_router_has_its_overdraft_alone(database: Database) -> None:
+async def test_while_the_database_is_unavailable_a_router_has_its_overdraft_alone(database: Database) -> None:
     clock = Clock()
     source = Source(RateLimits(requests_per_minute=80, concurrent_requests=80))
     router = Router(source, clock, database=database, n_routers=2)

@@ -43,7 +43,7 @@ async def test_a_batch_goes_from_end_to_end(client: EitherClient, tmp_path: Path
 
 
 @KINDS
-async def test_a_router_that_is_away_is_replaced_by_the_next(
+async def test_a_router_that_is_unavailable_is_replaced_by_the_next(
     kind: type[Client | AsyncClient], router: RouterServer
 ) -> None:
     for method, given in (

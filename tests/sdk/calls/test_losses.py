@@ -101,13 +101,15 @@ LOST = grpc.StatusCode.UNAVAILABLE
 
 @KINDS
 async def test_an_idempotent_call_outlasts_its_router(kind: type[Client | AsyncClient]) -> None:
-    found, n_calls = await _made(kind, [LOST, Unavailable("away")], "batches.get", "batch_1")
+    found, n_calls = await _made(kind, [LOST, Unavailable("lost")], "batches.get", "batch_1")
     assert (found.id, n_calls) == ("batch_1", 3)
 
 
 @KINDS
 @pytest.mark.parametrize(("method", "given"), ONCE)
-@pytest.mark.parametrize("failure", [LOST, Unavailable("the database is away")], ids=["lost", "away"])
+@pytest.mark.parametrize(
+    "failure", [LOST, Unavailable("the database is unavailable")], ids=["lost", "unavailable"]
+)
 async def test_what_may_be_done_already_is_not_done_twice(
     kind: type[Client | AsyncClient], method: str, given: Any, failure: Any
 ) -> None:

@@ -116,7 +116,7 @@ def test_a_pause_that_reaches_the_deadline_takes_no_try() -> None:
     assert refusals.pause_s(QuotaExceeded("spent", retry_after_ms=59_999), left_s=60) == 59.999
 
 
-@pytest.mark.parametrize("error", [NotFound("none"), Unavailable("away"), FailedPrecondition("no")])
+@pytest.mark.parametrize("error", [NotFound("none"), Unavailable("lost"), FailedPrecondition("no")])
 def test_another_error_is_no_refusal(error: SlipstreamError) -> None:
     assert Refusals(9).pause_s(error, left_s=60) is None
 

@@ -73,9 +73,7 @@ async def test_only_an_end_in_order_is_a_drain(
     ]
 
 
-async def test_what_cannot_be_drained_is_not_kept_away_later(
-    running: ClusterSupervisor, fake: FakeCluster
-) -> None:
+async def test_what_cannot_be_drained_can_start_later(running: ClusterSupervisor, fake: FakeCluster) -> None:
     run_dir = fake.config.run_dir
 
     async def drain() -> None:

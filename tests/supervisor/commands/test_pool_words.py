@@ -8,7 +8,7 @@ from slipstream.cli.app import app
 from supervisor.commands.status import _state
 
 
-def test_status_says_that_the_pool_is_away() -> None:
+def test_status_says_that_the_pool_is_unavailable() -> None:
     def state(counters: dict[str, float]) -> str:
         return _state(
             {

@@ -5,7 +5,7 @@
     states      the context bound in a worker's record, in tokens, whatever its engine takes
 
 A test can hold the engines (engine_gate.py). Routers have long time-outs: on a busy machine a worker may be
-silent for seconds, and away for a minute when it starts again.
+silent for seconds, and unavailable for a minute when it starts again.
 
 Prompts of one block and more are sent by reference (libs/worker/requests/prompt_cache.py).
 

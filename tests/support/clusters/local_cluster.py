@@ -180,7 +180,7 @@ class LocalCluster:
                 try:
                     what = held(self.status(instance))
                 except grpc.RpcError:
-                    what = {"away": 1}
+                    what = {"unavailable": 1}
                 found |= {instance: what} if what else {}
         return found
 

@@ -57,7 +57,7 @@ class JobSource:
         waiting = [self._now_ms - job["created_ms"] for job in self._jobs if job["state"] == "queued"]
         return {
             "has_database": True,
-            "away": None,
+            "unavailable": None,
             "counts": {state: counts[state] for state in states},
             "ended_per_min": 8.5,
             "oldest_waiting_ms": max(waiting, default=None),

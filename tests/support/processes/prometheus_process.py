@@ -1,7 +1,7 @@
 """A real Prometheus and Alertmanager that watch a local cluster by the shipped files, fast.
 
 with Watched(tmp_path, cluster.run_dir) as watched:
-    until(lambda: watched.firing("SlipstreamDiskAway"), what="the alert")
+    until(lambda: watched.firing("SlipstreamDiskUnavailable"), what="the alert")
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """python -m services.kvstore.pool.agent: a node's Mooncake Store client in its own process.
 
-The client crashes its process when misused, and holds the interpreter for a minute when its master is away.
-A call that hangs cannot be cancelled. In its own process all of this costs the node only a cache, since the
-node kills the agent and starts another. Values pass through shared memory, messages through a socket pair
-(`protocol.py`). The agent ends with its node.
+The client crashes its process when misused, and holds the interpreter for a minute when its master is
+unavailable. A call that hangs cannot be cancelled. In its own process all of this costs the node only a
+cache, since the node kills the agent and starts another. Values pass through shared memory, messages through
+a socket pair (`protocol.py`). The agent ends with its node.
 """
 
 from __future__ import annotations

@@ -142,14 +142,17 @@ async def test_a_response_that_cannot_be_stored_fails_only_where_it_was_to_be(
     http: aiohttp.ClientSession, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run(*_: Any, **__: Any) -> None:
-        raise errors.Unavailable("the database is away")
+        raise errors.Unavailable("the database is unavailable")
 
     monkeypatch.setattr(database, "run", run)
     assert (await ask(http, "/v1/responses", input="Hello."))["status"] == "completed"
     await ask(http, "/v1/responses", status=503, input="Hello.", store=True)
     events = await stream(http, "/v1/responses", input="Hello.", store=True)
     assert events[-1]["type"] == "response.failed"
-    assert events[-1]["response"]["error"] == {"code": "server_error", "message": "the database is away"}
+    assert events[-1]["response"]["error"] == {
+        "code": "server_error",
+        "message": "the database is unavailable",
+    }
     numbers = [event["sequence_number"] for event in events]
     assert numbers == sorted(set(numbers))
 

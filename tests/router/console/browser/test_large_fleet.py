@@ -1,4 +1,4 @@
-"""100 workers, 10,000 sessions, hostile names, keys and a router that goes away, from a fake router."""
+"""100 workers, 10,000 sessions, hostile names, keys and a router that ends, from a fake router."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_all_workers_are_shown_and_searched(fake: ConsoleServer, open_page: Open
     page.get_by_label("Search workers").fill("node-007")
     expect(cards).to_have_count(3)
     page.get_by_label("Search workers").fill("")
-    page.locator("label").filter(has_text="Away").click()
+    page.locator("label").filter(has_text="Unavailable").click()
     expect(cards).to_have_count(4)
     page.get_by_role("button", name="Prefill", exact=True).click()
     expect(page.get_by_label("prefill-5", exact=True)).to_be_hidden()

@@ -10,7 +10,7 @@ const NOT_ABOUT_KEYS = new Set(["host_not_allowed", "origin_not_allowed"]);
 /** `needed`: the refusal that a key may lift, or null. `round` grows with each answer of the user. */
 export const access = new Store({ needed: null, round: 0 });
 
-/** A refusal or a failure of the router, or a network that is away (`status` 0). */
+/** A refusal or a failure of the router, or a network that is unavailable (`status` 0). */
 export class ApiError extends Error {
   constructor(message, { status = 0, code = "" } = {}) {
     super(message);

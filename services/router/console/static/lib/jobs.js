@@ -25,7 +25,7 @@ export const stateOf = (job) => job.is_held ? { tone: "warn", text: "Running, he
 export const isLive = (job) => job.state === "queued" || job.state === "running";
 
 /** What changes when a row of a list does. The age and the rate change with the clock alone. */
-const rowsOf = (page) => JSON.stringify([page?.has_database, page?.away, page?.counts, page?.running_tokens]);
+const rowsOf = (page) => JSON.stringify([page?.has_database, page?.unavailable, page?.counts, page?.running_tokens]);
 
 /** Take a summary that was pushed. */
 export function takeJobs(page) {

@@ -53,7 +53,7 @@ function publishRequests() {
   requests.set({ rows: mergeRequests(requests.state.rows, changed), total: requests.state.total + added });
 }
 
-/** Load the kept requests page by page: what happened while the connection was away is among them. */
+/** Load the kept requests page by page: what happened while the connection was unavailable is among them. */
 export async function reloadRequests(signal) {
   try {
     let rows = [];

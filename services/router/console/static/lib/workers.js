@@ -13,9 +13,9 @@ const SILENT_MS = 10_000;
 /** `{ name, tone, text }` of a worker. */
 export function workerState(worker) {
   if (worker.draining) return { name: "draining", tone: "warn", text: "Draining" };
-  if (!worker.ready) return { name: "away", tone: "bad", text: "Not ready" };
+  if (!worker.ready) return { name: "unavailable", tone: "bad", text: "Not ready" };
   if (worker.degraded) return { name: "degraded", tone: "warn", text: "Degraded" };
-  if (worker.age_ms > SILENT_MS) return { name: "away", tone: "bad", text: "Silent" };
+  if (worker.age_ms > SILENT_MS) return { name: "unavailable", tone: "bad", text: "Silent" };
   return { name: "ready", tone: "ok", text: "Ready" };
 }
 

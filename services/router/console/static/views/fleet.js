@@ -11,7 +11,7 @@ import { FleetCharts } from "./fleet_charts.js";
 import { DrainDialog } from "./drain_dialog.js";
 import { WorkerCard } from "./worker_card.js";
 
-const STATES = [["all", "All"], ["ready", "Ready"], ["draining", "Draining"], ["degraded", "Degraded"], ["away", "Away"]];
+const STATES = [["all", "All"], ["ready", "Ready"], ["draining", "Draining"], ["degraded", "Degraded"], ["unavailable", "Unavailable"]];
 
 function Overview({ page }) {
   const { router, workers } = page;

@@ -100,7 +100,7 @@ export function JobsView({ id }) {
   if (pushed?.has_database === false) return html`${title}<${NoDatabase} />`;
   return html`${title}
     ${pushed === null ? html`<${Loading} what="the queue" lines=${2} />`
-      : pushed.away ? html`<${Failure} what="The queue of jobs" error=${{ message: pushed.away }} />` : html`<${Queue} page=${pushed} />`}
+      : pushed.unavailable ? html`<${Failure} what="The queue of jobs" error=${{ message: pushed.unavailable }} />` : html`<${Queue} page=${pushed} />`}
     <div class="jobs ${id ? "jobs-open" : ""}" ref=${box}>
       <${List} id=${id} />
       ${id && html`<${JobDetail} key=${id} id=${id} onClose=${close} />`}
