@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from libs.common.cluster.address_book import AddressBook, open_address_book, session_digest
 from libs.common.cluster.fleet_member import FleetMember, open_discovery
 from libs.common.cluster.worker_record import Role, Worker
-from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
+from libs.common.cluster.worker_service import WorkerIdentity, WorkerProcess, WorkerService
 from libs.common.http.admin_port import open_admin_port
 from libs.common.http.admin_server import serve_admin
 from libs.common.kv_events.log import BlockEventLog
@@ -43,7 +43,7 @@ from services.kvstore.pool.tier import PoolTier
 from services.kvstore.service import KvstoreServicer
 from services.kvstore.settings import Options
 from slipstream.rpc.hosts import host_of
-from slipstream.v1 import kv_events_pb2_grpc, kvstore_pb2_grpc, worker_pb2_grpc
+from slipstream.v1 import kv_events_pb2_grpc, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -97,9 +97,8 @@ async def serve(options: Options) -> None:
         record = _record(options, host.endpoint, identity, node, session_digest(transport.session_id))
         record = replace(record, admin_http=port.advertised)
         member = FleetMember(host, discovery, record, health)
-        servicers = _Servicers(
-            node, transport, identity, member, addresses, metrics, on_exit=host.request_stop
-        )
+        worker = WorkerService(identity, _NodeProcess(node, metrics, member, host))
+        servicers = _Servicers(node, transport, worker, addresses, metrics.counters, identity.incarnation)
         servicers.add_to(host)
         node.start(servicers.worker)
         heap.freeze_heap()
@@ -112,6 +111,34 @@ async def serve(options: Options) -> None:
         await host.stop(grace_s=_STOP_GRACE_S)  # before its calls' resources are closed
 
 
+class _NodeProcess(WorkerProcess):
+    """The process around a node. A drained one is no member of the fleet."""
+
+    def __init__(self, node: Node, metrics: ProcessMetrics, member: FleetMember, host: ServiceHost) -> None:
+        self._node, self._metrics, self._member, self._host = node, metrics, member, host
+
+    def load(self) -> worker_pb2.LoadReport:
+        return self._node.load()
+
+    def ledger(self) -> worker_pb2.Ledger:
+        return self._node.ledger()
+
+    def status_counters(self) -> Mapping[str, float]:
+        return self._metrics.snapshot()
+
+    def eviction_policies(self) -> Mapping[str, str]:
+        return eviction_policies(self._node.store)
+
+    async def drain(self) -> None:
+        await self._member.leave()
+
+    async def undrain(self) -> None:
+        await self._member.join()
+
+    def exit(self) -> None:
+        self._host.request_stop()
+
+
 class _Servicers:
     """The gRPC servicers of one node."""
 
@@ -119,35 +146,24 @@ class _Servicers:
         self,
         node: Node,
         transport: KvTransport,
-        identity: WorkerIdentity,
-        member: FleetMember,
+        worker: WorkerService,
         addresses: AddressBook,
-        metrics: ProcessMetrics,
-        *,
-        on_exit: Callable[[], None],
+        counters: Counters,
+        incarnation: str,
     ) -> None:
         self._node = node
-        self._counters = metrics.counters
-        self.worker = WorkerService(
-            identity,
-            load=node.load,
-            ledger=node.ledger,
-            counters=metrics.snapshot,
-            policies=lambda: eviction_policies(node.store),
-            on_drain=member.leave,
-            on_undrain=member.join,
-            on_exit=on_exit,
-        )
+        self._counters = counters
+        self.worker = worker
         self.kvstore = KvstoreServicer(
             node.store,
             node.puts,
             transport,
-            check_accepting=self.worker.refuse_when_draining,
-            changed=self.worker.load_changed,
+            check_accepting=worker.refuse_when_draining,
+            changed=worker.load_changed,
             addresses=addresses,
-            counters=metrics.counters,
+            counters=counters,
         )
-        self.events = KvEventServicer(BlockEventLog(identity.incarnation))
+        self.events = KvEventServicer(BlockEventLog(incarnation))
         publish_changes(node.store, self.events)
 
     def measure(self) -> dict[str, float]:

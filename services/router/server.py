@@ -18,7 +18,7 @@ from libs.common.cluster.discovery import Discovery
 from libs.common.cluster.exit_reports import ExitReports
 from libs.common.cluster.placements import Placements
 from libs.common.cluster.worker_record import Role, Worker
-from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
+from libs.common.cluster.worker_service import WorkerIdentity, WorkerProcess, WorkerService
 from libs.common.http.guard import HttpGuard
 from libs.common.http.listening import endpoint_of
 from libs.common.rpc.access import Metadata, current_caller
@@ -190,15 +190,7 @@ class RouterServer:
 
     def _make_worker_service(self) -> WorkerService:
         """Make the service that every process of the cluster has: status, draining, counters."""
-        service = WorkerService(
-            self._identity,
-            load=self._load,
-            ledger=lambda: worker_pb2.Ledger(sequences=self.manager.held),
-            counters=self.metrics.snapshot,
-            on_drain=self._membership.drain,
-            on_undrain=self._membership.undrain,
-            on_exit=self.host.request_stop,
-        )
+        service = WorkerService(self._identity, _RouterProcess(self, self._membership))
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, self.admin.server)
         return service
 
@@ -209,7 +201,7 @@ class RouterServer:
             pipeline.fleet,
             pipeline.peers,
             own=self._record,
-            load=self._load,
+            load=self.load,
             sessions=pipeline.sessions.all,
         )
         fleet_service = add_fleet_service(
@@ -220,7 +212,7 @@ class RouterServer:
             calls,
             own=options.instance,
             model=pipeline.card.name,
-            load=self._load,
+            load=self.load,
         )
         return [
             WORKER_SERVICE_NAME,
@@ -350,7 +342,8 @@ class RouterServer:
             "slipstream_grpc_malformed_total": self.host.malformed.count + self.admin.malformed.count,
         }
 
-    def _load(self) -> worker_pb2.LoadReport:
+    def load(self) -> worker_pb2.LoadReport:
+        """The load that workers' status, other routers and the autoscaler read."""
         admission = self.manager.gate.controller
         report = worker_pb2.LoadReport(
             requests_running=admission.running,
@@ -362,3 +355,28 @@ class RouterServer:
             requests_unplaced=self.fleet.unplaced.count,
         )
         return self.jobs.add_to(self._rates.add_to(report))
+
+
+class _RouterProcess(WorkerProcess):
+    """A router's process, for its WorkerService."""
+
+    def __init__(self, server: RouterServer, membership: RouterMembership) -> None:
+        self._server, self._membership = server, membership
+
+    def load(self) -> worker_pb2.LoadReport:
+        return self._server.load()
+
+    def ledger(self) -> worker_pb2.Ledger:
+        return worker_pb2.Ledger(sequences=self._server.manager.held)
+
+    def status_counters(self) -> Mapping[str, float]:
+        return self._server.metrics.snapshot()
+
+    async def drain(self) -> None:
+        await self._membership.drain()
+
+    async def undrain(self) -> None:
+        await self._membership.undrain()
+
+    def exit(self) -> None:
+        self._server.host.request_stop()

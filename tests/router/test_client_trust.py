@@ -20,6 +20,7 @@ from slipstream.v1 import worker_pb2, worker_pb2_grpc
 from tests.router.conftest import open_router
 from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.fake_model import FakeModel
+from tests.support.stubs.idle_process import IdleProcess
 
 PEMS = Path(__file__).parents[1] / "support" / "tls"
 PEERS = TlsFiles(PEMS / "ca.pem", PEMS / "peer.pem", PEMS / "peer.key")
@@ -81,9 +82,7 @@ async def test_a_certificate_with_an_operators_name_may_drain() -> None:
         (OF_CLIENTS, CLIENT, grpc.StatusCode.OK),
     ):
         host = ServiceHost("127.0.0.1:0", tls=tls)
-        service = WorkerService(
-            WorkerIdentity("decode", "decode-0"), load=worker_pb2.LoadReport, ledger=worker_pb2.Ledger
-        )
+        service = WorkerService(WorkerIdentity("decode", "decode-0"), IdleProcess())
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, host.server)
         await host.start(["slipstream.v1.WorkerService"])
         try:

@@ -13,6 +13,7 @@ from services.kvstore.core.node import Node
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.service import KvstoreServicer
 from slipstream.v1 import kvstore_pb2_grpc
+from tests.support.stubs.idle_process import IdleProcess
 from tests.worker.nodes import CHECKSUM, eventually
 
 
@@ -41,7 +42,7 @@ async def running_kvstore(
     dram = DramTier(dram_bytes, tenant_share=tenant_share, checksum=CHECKSUM)
     transport.register(dram.memory.buffer)
     node = Node(dram, None, transport)
-    worker = WorkerService(WorkerIdentity("kvstore", "kvstore-0"), load=node.load, ledger=node.ledger)
+    worker = WorkerService(WorkerIdentity("kvstore", "kvstore-0"), IdleProcess())
     servicer = KvstoreServicer(
         node.store, node.puts, transport, check_accepting=lambda: None, changed=lambda: None
     )

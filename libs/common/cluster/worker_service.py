@@ -1,10 +1,8 @@
 """WorkerService, which every service has: identity, load, ledger, drain.
 
-    worker = WorkerService(identity, load=..., ledger=..., counters=..., on_drain=...)
+    worker = WorkerService(identity, process)    # `process` is a WorkerProcess
     add_WorkerServiceServicer_to_server(worker, host.server)
     worker.load_changed()        # after anything that changes load or ledger; cheap, never blocks
-
-The callables run on the event loop, must not block and must not raise.
 
 Drain and Undrain are for operators (libs/common/rpc/access_table.py): AccessInterceptor, which each host
 has, refuses all other callers before these methods run.
@@ -18,7 +16,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,37 +71,51 @@ def held(ledger: worker_pb2.Ledger) -> int:
     return sum(value for _, value in ledger.ListFields())
 
 
+class WorkerProcess(ABC):
+    """What a process reports and does. The methods run on the event loop, do not block and do not raise.
+
+    Without an override a process reports no counters and no policies, a drain changes nothing in it, and no
+    call can end it.
+    """
+
+    @abstractmethod
+    def load(self) -> worker_pb2.LoadReport:
+        """The load now, without `sequence`."""
+
+    @abstractmethod
+    def ledger(self) -> worker_pb2.Ledger:
+        """What the process holds for requests."""
+
+    def status_counters(self) -> Mapping[str, float]:
+        """The counters of its status, by metric name."""
+        return {}
+
+    def eviction_policies(self) -> Mapping[str, str]:
+        """See `GetStatusResponse.eviction_policies`."""
+        return {}
+
+    async def drain(self) -> None:
+        """Stop to be found for new work. Runs once until `undrain`."""
+        return
+
+    async def undrain(self) -> None:
+        """Reverse `drain`."""
+        return
+
+    def exit(self) -> None:
+        """Begin the orderly end of the process, as SIGTERM does. May raise FailedPrecondition."""
+        raise FailedPrecondition("this process cannot end itself")
+
+
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
-    """The servicer. It sets the `sequence` of the reports that `load` returns."""
+    """The servicer. It sets the `sequence` of the reports of its process."""
 
-    def __init__(
-        self,
-        identity: WorkerIdentity,
-        *,
-        load: Callable[[], worker_pb2.LoadReport],
-        ledger: Callable[[], worker_pb2.Ledger],
-        counters: Callable[[], Mapping[str, float]] = dict,
-        policies: Callable[[], Mapping[str, str]] = dict,
-        on_drain: Callable[[], Awaitable[None]] | None = None,
-        on_undrain: Callable[[], Awaitable[None]] | None = None,
-        on_exit: Callable[[], None] | None = None,
-    ) -> None:
-        """`on_undrain` reverses `on_drain`. Without both the service only says that it drains.
-
-        `policies`: see `GetStatusResponse.eviction_policies`.
-        `on_exit` begins the orderly end of the process, as SIGTERM does. Without it Drain cannot end it.
-        """
+    def __init__(self, identity: WorkerIdentity, process: WorkerProcess) -> None:
         self._identity = identity
-        self._load = load
-        self._ledger = ledger
-        self._counters = counters
-        self._policies = policies
-        self._on_drain = on_drain
-        self._on_undrain = on_undrain
-        self._on_exit = on_exit
+        self._process = process
         self._drain_task: asyncio.Task[None] | None = None
         self._is_ending = False
-        self._changing = asyncio.Lock()  # held by `on_drain` and `on_undrain`
+        self._changing = asyncio.Lock()  # held while the process drains or undrains
         self._sequence = 0
         self._watchers: set[asyncio.Event] = set()
         self._load_streams = 0
@@ -124,18 +137,18 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             changed.set()
 
     async def drain(self, *, is_final: bool = False) -> None:
-        """Refuse new work and run `on_drain` once; returns when it has run.
+        """Refuse new work and drain the process once; returns when it has drained.
 
         `is_final`: the process ends after it, so that no Undrain is possible any more.
         """
         self._is_ending = self._is_ending or is_final
         if self._drain_task is None:
-            self._drain_task = asyncio.create_task(self._run_on_drain())
+            self._drain_task = asyncio.create_task(self._drain_process())
             self.load_changed()
         await asyncio.shield(self._drain_task)
 
     async def undrain(self) -> None:
-        """Accept new work again; returns when `on_undrain` has run. Raises FailedPrecondition at the end of a
+        """Accept new work again; returns when the process does. Raises FailedPrecondition at the end of a
         process."""
         if self._is_ending:
             raise FailedPrecondition(f"{self._identity.instance} is about to end")
@@ -146,8 +159,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             if self._drain_task is None or self._is_ending:  # another call was quicker
                 return
             self._drain_task = None
-            if self._on_undrain is not None:
-                await self._on_undrain()
+            await self._process.undrain()
         self.load_changed()
 
     async def wait_idle(self, *, timeout_s: float) -> None:
@@ -156,7 +168,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             async with asyncio.timeout(timeout_s):
                 await self._until_idle()
         except TimeoutError:
-            log.warning("stopping with work in progress: %s", str(self._ledger()).replace("\n", " "))
+            log.warning("stopping with work in progress: %s", str(self._process.ledger()).replace("\n", " "))
 
     async def GetStatus(
         self, request: worker_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -168,12 +180,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             fingerprint=self._identity.fingerprint,
             transport=transport_value(self._identity.transport),
             load=self._report(),
-            ledger=self._ledger(),
+            ledger=self._process.ledger(),
             uptime_ms=int((time.monotonic() - self._started_at) * 1000),
             rss_bytes=resident_bytes(),
             draining=self.draining,
-            counters=self._counters(),
-            eviction_policies=self._policies(),
+            counters=self._process.status_counters(),
+            eviction_policies=self._process.eviction_policies(),
         )
 
     async def WatchLoad(
@@ -206,13 +218,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         until_s = None if left_s is None else loop.time() + max(0.0, left_s - DRAIN_ANSWER_MARGIN_S)
         log.warning("%s is drained by %s at %s", self._identity.instance, current_caller(), context.peer())
         if request.exit:
-            self._exit()
-            return worker_pb2.DrainResponse(ledger=self._ledger())
+            self._process.exit()
+            return worker_pb2.DrainResponse(ledger=self._process.ledger())
         await self.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until_s):
                 await self._until_idle()
-        return worker_pb2.DrainResponse(ledger=self._ledger())
+        return worker_pb2.DrainResponse(ledger=self._process.ledger())
 
     async def Undrain(
         self, request: worker_pb2.UndrainRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -221,16 +233,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         await self.undrain()
         return worker_pb2.UndrainResponse()
 
-    def _exit(self) -> None:
-        if self._on_exit is None:
-            raise FailedPrecondition(f"{self._identity.instance} cannot end itself")
-        self._on_exit()
-
     async def _until_idle(self) -> None:
         changed = asyncio.Event()
         self._watchers.add(changed)
         try:
-            while held(self._ledger()):
+            while held(self._process.ledger()):
                 changed.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_POLL_S):
@@ -238,13 +245,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             self._watchers.discard(changed)
 
-    async def _run_on_drain(self) -> None:
+    async def _drain_process(self) -> None:
         async with self._changing:
-            if self._on_drain is not None:
-                await self._on_drain()
+            await self._process.drain()
 
     def _report(self) -> worker_pb2.LoadReport:
-        report = self._load()
+        report = self._process.load()
         report.draining = self.draining
         self._sequence += 1
         report.sequence = self._sequence

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import grpc
@@ -18,7 +18,7 @@ import grpc
 from libs.common.cluster.exit_reports import MODEL_UNUSABLE
 from libs.common.cluster.fleet_member import FleetMember, open_discovery
 from libs.common.cluster.worker_record import Role, Worker
-from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
+from libs.common.cluster.worker_service import WorkerIdentity, WorkerProcess, WorkerService
 from libs.common.etcd.access import EtcdAccess
 from libs.common.http.admin_port import open_admin_port
 from libs.common.http.admin_server import serve_admin
@@ -36,7 +36,7 @@ from libs.common.telemetry.tracing import configure_tracing
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.settings import ModelUnusable, WorkerSettings
 from slipstream.errors import SlipstreamError
-from slipstream.v1 import worker_pb2_grpc
+from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ async def serve_worker(
         record = _record(role, options, app, endpoint=host.endpoint, incarnation=identity.incarnation)
         record = replace(record, admin_http=port.advertised)
         member = FleetMember(host, discovery, record, health)
-        worker = _worker_service(identity, app, metrics, member, on_exit=host.request_stop)
+        worker = WorkerService(identity, _AppProcess(app, metrics, member, host))
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, host.server)
         app.register(host.server, worker.load_changed)
         heap.freeze_heap()
@@ -135,33 +135,33 @@ def _metrics(
     return metrics
 
 
-def _worker_service(
-    identity: WorkerIdentity,
-    app: WorkerApp,
-    metrics: ProcessMetrics,
-    member: FleetMember,
-    *,
-    on_exit: Callable[[], None],
-) -> WorkerService:
-    """The service by which operators drain the worker: a drained one is no member of the fleet."""
+class _AppProcess(WorkerProcess):
+    """The process around an app. A drained one is no member of the fleet."""
 
-    async def leave() -> None:
-        await app.drain()
-        await member.leave()
+    def __init__(
+        self, app: WorkerApp, metrics: ProcessMetrics, member: FleetMember, host: ServiceHost
+    ) -> None:
+        self._app, self._metrics, self._member, self._host = app, metrics, member, host
 
-    async def rejoin() -> None:
-        app.undrain()
-        await member.join()
+    def load(self) -> worker_pb2.LoadReport:
+        return self._app.load()
 
-    return WorkerService(
-        identity,
-        load=app.load,
-        ledger=app.ledger,
-        counters=metrics.snapshot,
-        on_drain=leave,
-        on_undrain=rejoin,
-        on_exit=on_exit,
-    )
+    def ledger(self) -> worker_pb2.Ledger:
+        return self._app.ledger()
+
+    def status_counters(self) -> Mapping[str, float]:
+        return self._metrics.snapshot()
+
+    async def drain(self) -> None:
+        await self._app.drain()
+        await self._member.leave()
+
+    async def undrain(self) -> None:
+        self._app.undrain()
+        await self._member.join()
+
+    def exit(self) -> None:
+        self._host.request_stop()
 
 
 def _identity(role: Role, instance: str, app: WorkerApp) -> WorkerIdentity:

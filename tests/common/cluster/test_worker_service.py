@@ -9,6 +9,7 @@ import pytest
 
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from slipstream.v1 import worker_pb2
+from tests.support.stubs.idle_process import IdleProcess
 
 WAIT_S = 100.0
 
@@ -22,11 +23,8 @@ class Call:
 
 
 def busy_worker() -> WorkerService:
-    return WorkerService(
-        WorkerIdentity("kvstore", "kv-0"),
-        load=worker_pb2.LoadReport,
-        ledger=lambda: worker_pb2.Ledger(pins=1),
-    )
+    process = IdleProcess(held=worker_pb2.Ledger(pins=1))
+    return WorkerService(WorkerIdentity("kvstore", "kv-0"), process)
 
 
 async def run_ready_tasks() -> None:
@@ -80,9 +78,7 @@ async def test_a_drain_polls_for_work_that_ends_without_a_notification(
     """Drafter streams and expired leases send no notification; the drain does not wait for a heartbeat."""
     monkeypatch.setattr("libs.common.cluster.worker_service.MAX_SILENCE_S", 3600.0)
     ledger = worker_pb2.Ledger(streams=1)
-    worker = WorkerService(
-        WorkerIdentity("drafter", "drafter-0"), load=worker_pb2.LoadReport, ledger=lambda: ledger
-    )
+    worker = WorkerService(WorkerIdentity("drafter", "drafter-0"), IdleProcess(held=ledger))
     waiting = asyncio.create_task(worker.wait_idle(timeout_s=3600.0))
     await run_ready_tasks()
     assert not waiting.done()

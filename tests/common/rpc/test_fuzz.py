@@ -15,6 +15,7 @@ from libs.common.rpc.serve import ServiceHost
 from slipstream.rpc.dial import dial
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.fuzz.rpc_fuzzer import RpcFuzzer, fuzz
+from tests.support.stubs.idle_process import IdleProcess
 
 SERVICES = {
     "worker": worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
@@ -35,9 +36,7 @@ async def test_a_million_fuzzed_messages_are_refused(name: str, caplog: pytest.L
 
 
 async def check(name: str, caplog: pytest.LogCaptureFixture, *, inputs: int) -> None:
-    service = WorkerService(
-        WorkerIdentity(Role.PREFILL, "prefill-0"), load=worker_pb2.LoadReport, ledger=worker_pb2.Ledger
-    )
+    service = WorkerService(WorkerIdentity(Role.PREFILL, "prefill-0"), IdleProcess())
     host = ServiceHost("127.0.0.1:0")
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, host.server)
     await host.start(["slipstream.v1.WorkerService"])

@@ -25,6 +25,7 @@ from slipstream.errors import Aborted, InvalidArgument, Overloaded, Unauthentica
 from slipstream.rpc.dial import dial
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.stubs.idle_process import IdleProcess
 
 WAIT_S = 60.0
 
@@ -160,7 +161,7 @@ def test_a_full_room_ends_the_oldest_call_of_the_connection_with_the_most() -> N
 async def test_load_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_service, "LOAD_WATCHERS", 1)
     identity = WorkerIdentity(Role.PREFILL, "prefill-0")
-    service = WorkerService(identity, load=worker_pb2.LoadReport, ledger=worker_pb2.Ledger)
+    service = WorkerService(identity, IdleProcess())
     host = ServiceHost("127.0.0.1:0")
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, host.server)
     await host.start([])

@@ -53,7 +53,7 @@ class ReportedTier:
         self._reports += 1
         fields["blocks_free"] = self._reports
         for worker in self.workers:
-            worker.service._load = lambda: worker_pb2.LoadReport(prefill_tokens_per_s=TOKENS_PER_S, **fields)
+            worker.process.stated_load = worker_pb2.LoadReport(prefill_tokens_per_s=TOKENS_PER_S, **fields)
             worker.service.load_changed()
 
     async def wait_seen(self, router: RouterServer) -> None:
@@ -137,8 +137,7 @@ async def test_every_router_gives_the_same_answer(card: ModelCard) -> None:
         for router in (first, second):
             await tier.wait_seen(router)
         # What waits at one router only.
-        first._load = waiting  # type: ignore[method-assign]
-        first._worker_service._load = waiting
+        first.load = waiting  # type: ignore[method-assign]
         first.signals._load = waiting
         async with scaler_of(first) as one, scaler_of(second) as other:
             async with asyncio.timeout(WAIT_S):

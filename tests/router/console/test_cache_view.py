@@ -48,8 +48,8 @@ async def test_the_page_has_the_policies_and_the_evictions_of_the_nodes(
     router: RouterServer, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = cluster.kvstore
-    monkeypatch.setattr(store.service, "_counters", lambda: COUNTERS)
-    monkeypatch.setattr(store.service, "_policies", lambda: {"memory": "S3-FIFO", "disk": ""})
+    monkeypatch.setattr(store.process, "status_counters", lambda: COUNTERS)
+    monkeypatch.setattr(store.process, "eviction_policies", lambda: {"memory": "S3-FIFO", "disk": ""})
     async with (
         aiohttp.ClientSession(f"http://{router.admin_http_endpoint}") as http,
         http.get("/console/api/cache") as answer,

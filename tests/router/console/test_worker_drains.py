@@ -22,9 +22,10 @@ from slipstream.rpc.caller_class import CallerClass, CallerIdentity
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import Dial
 from slipstream.rpc.peer_token import TokenMinter
-from slipstream.v1 import worker_pb2, worker_pb2_grpc
+from slipstream.v1 import worker_pb2_grpc
 from tests.router.conftest import eventually
 from tests.router.support.fake_cluster import FakeCluster
+from tests.support.stubs.idle_process import IdleProcess
 
 SECRET = ClusterSecret(b"the secret of this cluster")
 POST = {"x-slipstream-console": "1"}
@@ -67,7 +68,7 @@ async def test_workers_drain_for_the_operator_who_asked(
 ) -> None:
     host = ServiceHost("127.0.0.1:0", access=AccessControl(secret=SECRET))
     identity = WorkerIdentity(Role.PREFILL, "prefill-0")
-    service = WorkerService(identity, load=worker_pb2.LoadReport, ledger=worker_pb2.Ledger)
+    service = WorkerService(identity, IdleProcess())
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, host.server)
     await host.start(["slipstream.v1.WorkerService"])
     discovery = InMemoryDiscovery()

@@ -19,6 +19,7 @@ from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import (
     WorkerIdentity,
+    WorkerProcess,
     WorkerService,
 )
 from libs.common.rpc.prefill_server import PrefillServer
@@ -57,6 +58,24 @@ class MutableWorkerService(WorkerService):
             yield response
 
 
+class FakeProcess(WorkerProcess):
+    """Reports what a fake worker holds, or the load that a test states."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        self._worker = worker
+        self.stated_load: worker_pb2.LoadReport | None = None
+
+    def load(self) -> worker_pb2.LoadReport:
+        if self.stated_load is not None:
+            report = worker_pb2.LoadReport()
+            report.CopyFrom(self.stated_load)
+            return report
+        return worker_pb2.LoadReport(requests_running=len(self._worker.held))
+
+    def ledger(self) -> worker_pb2.Ledger:
+        return worker_pb2.Ledger(sequences=len(self._worker.held))
+
+
 class FakeWorker(ContextBound):
     """A worker with WorkerService and one other service, registered in discovery."""
 
@@ -79,11 +98,8 @@ class FakeWorker(ContextBound):
         )
         self.report = worker_pb2.LoadReport()
         self.prompts = PromptCache(block_tokens=BLOCK_TOKENS)
-        self.service = MutableWorkerService(
-            identity,
-            load=lambda: worker_pb2.LoadReport(requests_running=len(self.held)),
-            ledger=lambda: worker_pb2.Ledger(sequences=len(self.held)),
-        )
+        self.process = FakeProcess(self)
+        self.service = MutableWorkerService(identity, self.process)
         self.service.load_gate = asyncio.Event()
         self.service.load_gate.set()
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.service, self.host.server)

@@ -26,6 +26,7 @@ from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.rpc.serve import ServiceHost
 from libs.common.telemetry.logs import configure_logging
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.stubs.idle_process import IdleProcess
 
 
 def arguments() -> argparse.Namespace:
@@ -76,11 +77,8 @@ async def main() -> None:
     host = ServiceHost(flags.listen)
     admin = ServiceHost(flags.admin) if flags.admin else host
     identity = WorkerIdentity(flags.instance.rpartition("-")[0], flags.instance)
-    worker = WorkerService(
-        identity,
-        load=lambda: worker_pb2.LoadReport(requests_running=2, blocks_free=7),
-        ledger=worker_pb2.Ledger,
-    )
+    load = worker_pb2.LoadReport(requests_running=2, blocks_free=7)
+    worker = WorkerService(identity, IdleProcess(load))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, admin.server)
     await host.start(["slipstream.v1.WorkerService"])
     if admin is not host:
