@@ -34,13 +34,7 @@ class IdleConnection(WorkerConnection):
 
 class _IdleFleet(RouterFleet):
     def _open(self, worker: Worker) -> WorkerConnection:
-        return IdleConnection(
-            worker,
-            clock=self._clock,
-            on_change=self._notify,
-            on_report=self._learn,
-            fits=lambda fingerprint: True,
-        )
+        return IdleConnection(worker, self, clock=self._clock)
 
 
 @asynccontextmanager

@@ -50,19 +50,32 @@ class WorkerListener(Protocol):
         """The worker drains. Called again and again while it does."""
 
 
+class ConnectionOwner(Protocol):
+    """Owns connections; called on the event loop."""
+
+    def fits(self, fingerprint: common_pb2.Fingerprint, /) -> bool:
+        """Whether a worker of this fingerprint may be used. Another one never gets ready."""
+        ...
+
+    def readiness_changed(self) -> None:
+        """A worker is ready, or no longer."""
+        ...
+
+    def reported(self, link: WorkerConnection, report: worker_pb2.LoadReport) -> None:
+        """A worker sent a load report."""
+        ...
+
+
 class WorkerConnection:
-    """Follows one incarnation of one worker. `on_change` is called when readiness changes; a worker
-    whose fingerprint does not fit (`fits`) never gets ready."""
+    """Follows one incarnation of one worker."""
 
     def __init__(
         self,
         worker: Worker,
+        owner: ConnectionOwner,
         *,
         dial: Dial = PLAIN_DIAL,
         clock: Callable[[], float],
-        on_change: Callable[[], None],
-        on_report: Callable[[WorkerConnection, worker_pb2.LoadReport], None] = lambda link, report: None,
-        fits: Callable[[common_pb2.Fingerprint], bool],
         silence_s: float = SILENCE_S,
         warnings: PacedWarnings | None = None,
         news: PacedWarnings | None = None,
@@ -95,9 +108,7 @@ class WorkerConnection:
         self._tokens_of_others = 0
         self._requests_of_others = 0
         self._clock = clock
-        self._on_change = on_change
-        self._on_report = on_report
-        self._fits = fits
+        self._owner = owner
         self._silence_s = silence_s
         self._warnings = warnings or PacedWarnings(log)
         self._news = news or PacedWarnings(log, level=logging.INFO)
@@ -248,7 +259,7 @@ class WorkerConnection:
             raise _WrongWorker(f"is {role}/{status.instance} {status.incarnation}")
         if status.draining:
             raise _WrongWorker("is draining")
-        if status.fingerprint.digest and not self._fits(status.fingerprint):
+        if status.fingerprint.digest and not self._owner.fits(status.fingerprint):
             raise _WrongWorker("has another tokenizer or chat template than this router")
         self.fingerprint = status.fingerprint if status.fingerprint.digest else None
         self.digest = status.fingerprint.digest.hex()
@@ -269,13 +280,13 @@ class WorkerConnection:
         requests = report.requests_running + report.requests_waiting
         self._tokens_of_others = max(tokens - self.tokens_in_flight, 0)
         self._requests_of_others = max(requests - self.requests_in_flight, 0)
-        self._on_report(self, report)
+        self._owner.reported(self, report)
         self._set_ready(not self.draining)
 
     def _set_ready(self, ready: bool) -> None:
         if ready != self.ready:
             self.ready = ready
-            self._on_change()
+            self._owner.readiness_changed()
 
 
 def shows_end(code: grpc.StatusCode, details: str) -> bool:

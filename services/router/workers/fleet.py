@@ -63,7 +63,7 @@ class RouterFleet:
         self._members = members
         self._dial = dial
         self._clock = clock
-        self._fits = fits
+        self.fits = fits
         self.worker_models = WorkerModels()
         self.index = PrefixIndex()
         self.cold_round_robin = ColdRoundRobin()
@@ -261,7 +261,8 @@ class RouterFleet:
                 log.warning("%s gets no requests: its %s differs from the others'", name, fields)
         self._strangers &= self._links.keys()
 
-    def _notify(self) -> None:
+    def readiness_changed(self) -> None:
+        """A worker is ready or no longer, is new, or has left."""
         self._fingerprint = most_shared(self._links.values())
         self._log_strangers()
         can_serve = self.can_serve
@@ -296,7 +297,7 @@ class RouterFleet:
             self._news.warn(name, f"sees {name} at {worker.endpoint}")
             self._links[name] = self._open(worker)
         self._put_in_order()
-        self._notify()
+        self.readiness_changed()
 
     def _put_in_order(self) -> None:
         self._in_order = tuple(link for _, link in sorted(self._links.items()))
@@ -306,11 +307,9 @@ class RouterFleet:
     def _open(self, worker: Worker) -> WorkerConnection:
         link = WorkerConnection(
             worker,
+            self,
             dial=self._dial,
             clock=self._clock,
-            on_change=self._notify,
-            on_report=self._learn,
-            fits=self._fits,
             silence_s=self._silence_s,
             warnings=self._warnings,
             news=self._news,
@@ -319,7 +318,8 @@ class RouterFleet:
             self._feeds[link.key] = KvEventSubscriber(link, self.index)
         return link
 
-    def _learn(self, link: WorkerConnection, report: worker_pb2.LoadReport) -> None:
+    def reported(self, link: WorkerConnection, report: worker_pb2.LoadReport) -> None:
+        """Learn the time of steps from a load report."""
         if link.worker.role is Role.DECODE and report.decode_tokens_in_flight:
             self.worker_models.observe_step(
                 link.key,
@@ -359,7 +359,7 @@ class RouterFleet:
                 if self._links.get(name) is link:
                     self._links[name] = self._open(link.worker)
                     self._put_in_order()
-                    self._notify()
+                    self.readiness_changed()
 
     async def _clean_up_index(self) -> None:
         for _ in range(_CLEAN_UP_STEPS):

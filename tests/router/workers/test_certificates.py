@@ -17,6 +17,7 @@ from services.router.workers.connection import WorkerConnection
 from slipstream.rpc.dial import PLAIN_DIAL, Dial
 from slipstream.rpc.tls import TlsFiles
 from tests.router.conftest import eventually, open_router
+from tests.router.support.connection_owner import AnyWorker
 from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.fake_model import FakeModel
 from tests.support.network.fault_proxy import FaultProxy
@@ -63,10 +64,9 @@ async def test_a_lost_connection_is_made_again_with_the_new_certificate(
 def connection(endpoint: str, dial: Dial, *, clock: Callable[[], float]) -> WorkerConnection:
     return WorkerConnection(
         Worker(Role.DECODE, "decode-0", endpoint, "first"),
+        AnyWorker(),
         dial=dial,
         clock=clock,
-        on_change=lambda: None,
-        fits=lambda fingerprint: True,
         warnings=PacedWarnings(log, clock=clock, every_s=0.0),
         news=PacedWarnings(log, clock=clock, every_s=0.0, level=logging.INFO),
     )

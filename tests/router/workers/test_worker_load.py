@@ -10,6 +10,7 @@ from libs.common.cluster.worker_record import Role, Worker
 from services.router.workers import connection as worker_link
 from services.router.workers.connection import TokensInFlight, WorkerConnection
 from slipstream.v1 import worker_pb2
+from tests.router.support.connection_owner import AnyWorker
 
 
 class Clock:
@@ -27,7 +28,7 @@ def clock() -> Clock:
 @pytest.fixture(params=[Role.PREFILL, Role.DECODE])
 async def link(request: pytest.FixtureRequest, clock: Clock) -> AsyncIterator[WorkerConnection]:
     worker = Worker(request.param, "w0", "127.0.0.1:1", "i")
-    link = WorkerConnection(worker, clock=clock, on_change=lambda: None, fits=lambda _: True)
+    link = WorkerConnection(worker, AnyWorker(), clock=clock)
     yield link
     await link.close()
 
