@@ -67,7 +67,7 @@ class ClusterSupervisor:
         `config.start`.
         """
         self._config = replace(config, run_dir=config.run_dir.resolve(), model=config.model.resolve())
-        self._say = say
+        self.say = say
         self._rng = rng or random.Random()
         self._started_s = time.monotonic()
         self._started_at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -155,7 +155,7 @@ class ClusterSupervisor:
         run_directory.forget_drained(self._config.run_dir)
         self._logs = ProcessLogs(
             self._config.run_dir / "logs",
-            on_problem=self._say,
+            on_problem=self.say,
             is_json=self._config.log_format == "json",
             max_bytes=self._config.log_max_bytes,
             n_files=self._config.log_files,
@@ -179,14 +179,14 @@ class ClusterSupervisor:
         self._following = asyncio.create_task(self._follow_routers(), name="routers")
         await _all_ready([process for process in self._processes.values() if not process.plan.awaited])
         self.ready_s = time.monotonic() - self._started_s
-        self._write_record()
+        self.state_changed()
 
     async def _follow_routers(self) -> None:
         """Keep scrape.json up to date with processes that routers start."""
         async with aclosing(watch_routers(self._etcd)) as changes:
             async for routers in changes:
                 self._routers = routers
-                self._write_record()
+                self.state_changed()
 
     def _say_what_starts(self) -> None:
         config = self._config
@@ -195,8 +195,8 @@ class ClusterSupervisor:
             parts.append(f"{config.pool_masters} pool master")
         parts += [f"{count} {role}" for role, count in config.counts().items() if count]
         for text in exposed_secrets(config):
-            self._say(text)
-        self._say(f"starting {', '.join(parts)}")
+            self.say(text)
+        self.say(f"starting {', '.join(parts)}")
 
     async def _plan_etcd(self, ports: list[int]) -> list[ProcessPlan]:
         if self._config.etcd is not None:
@@ -218,21 +218,21 @@ class ClusterSupervisor:
     def _supervise(self, plan: ProcessPlan) -> SupervisedProcess:
         assert self._logs is not None
         assert self._launcher is not None
-        process = SupervisedProcess(
-            plan,
-            self._logs,
-            self._launcher,
-            until_ready=_UNTIL_READY.get(plan.role) or partial(until_grpc_ready, tls=self._config.tls),
-            on_change=self._write_record,
-            say=self._say,
-            drained_by=lambda: run_directory.drained_by(self._config.run_dir, plan.instance),
-            on_death=lambda incarnation, broke: self._report_exit(plan, incarnation, broke=broke),
-        )
+        process = SupervisedProcess(plan, self._logs, self._launcher, self)
         self._processes[plan.instance] = process
         process.start()
         return process
 
-    def _report_exit(self, plan: ProcessPlan, incarnation: str, *, broke: bool) -> None:
+    async def until_ready(self, plan: ProcessPlan) -> None:
+        """Return when the process of the plan is ready."""
+        wait = _UNTIL_READY.get(plan.role) or partial(until_grpc_ready, tls=self._config.tls)
+        await wait(plan.admin or plan.endpoint)
+
+    def drained_by(self, plan: ProcessPlan) -> str:
+        """Who drained the process, by its mark in the run directory."""
+        return run_directory.drained_by(self._config.run_dir, plan.instance)
+
+    def died(self, plan: ProcessPlan, incarnation: str, *, crashed: bool) -> None:
         """Write the exit report by which routers decide whether a request crashed the worker."""
         if plan.role not in REPORTED_ROLES:
             return
@@ -241,7 +241,7 @@ class ClusterSupervisor:
             client = self._etcd.open(timeout_s=_EXTERNAL_ETCD_S)
             try:
                 run = run_name(Role(plan.role), plan.instance, incarnation)
-                await report_exit(client, run, crashed=broke)
+                await report_exit(client, run, crashed=crashed)
             finally:
                 await client.close()
 
@@ -268,15 +268,15 @@ class ClusterSupervisor:
         if self._lock is not None:
             self._lock.close()
 
-    def _write_record(self) -> None:
-        """A disk that takes nothing more makes the record old; processes are kept running all the same."""
+    def state_changed(self) -> None:
+        """Write the record. A full disk leaves the old one; the processes run on all the same."""
         try:
             run_directory.write_record(self._config.run_dir, self.record(), self._routers)
             self._record_is_old = False
         except OSError as error:
             if not self._record_is_old:
                 where = self._config.run_dir
-                self._say(f"what runs cannot be noted in {where}, others see what was: {error.strerror}")
+                self.say(f"what runs cannot be noted in {where}, others see what was: {error.strerror}")
             self._record_is_old = True
 
     def _process_record(self, process: SupervisedProcess) -> ProcessRecord:

@@ -6,8 +6,9 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Protocol
 
 from libs.common.cluster.exit_reports import MODEL_UNUSABLE, count_oom_kills, is_crash
 from libs.common.cluster.worker_service import INCARNATION_VARIABLE, new_incarnation
@@ -40,6 +41,30 @@ class ProcessState(StrEnum):
     STOPPED = "stopped"
 
 
+class ProcessOwner(Protocol):
+    """Owns supervised processes; called on the event loop."""
+
+    async def until_ready(self, plan: ProcessPlan) -> None:
+        """Return when the process of the plan is ready."""
+        ...
+
+    def state_changed(self) -> None:
+        """A process is in another state."""
+        ...
+
+    def say(self, line: str, /) -> None:
+        """Pass a line on to the user."""
+        ...
+
+    def drained_by(self, plan: ProcessPlan) -> str:
+        """Who asked that the process stays down after its end; empty where no user did."""
+        ...
+
+    def died(self, plan: ProcessPlan, incarnation: str, *, crashed: bool) -> None:
+        """A run of the process ended, and the supervisor did not order it."""
+        ...
+
+
 class SupervisedProcess:
     """Keeps one process of the plan running until `stop`."""
 
@@ -48,18 +73,8 @@ class SupervisedProcess:
         plan: ProcessPlan,
         logs: ProcessLogs,
         launcher: ProcessLauncher,
-        *,
-        until_ready: Callable[[str], Awaitable[None]],
-        on_change: Callable[[], None],
-        say: Callable[[str], None],
-        drained_by: Callable[[], str] = lambda: "",
-        on_death: Callable[[str, bool], None] = lambda incarnation, broke: None,
+        owner: ProcessOwner,
     ) -> None:
-        """`drained_by`: who asked that the process stays down after its end; empty where no user did.
-
-        `on_death` is called at an end that this supervisor did not order, with the run's incarnation and
-        whether the process crashed.
-        """
         self.plan = plan
         self.state = ProcessState.STOPPED
         self.pid: int | None = None
@@ -67,11 +82,7 @@ class SupervisedProcess:
         self.exit_code: int | None = None  # of its last end
         self._logs = logs
         self._launcher = launcher
-        self._until_ready = until_ready
-        self._on_change = on_change
-        self._say = say
-        self._drained_by = drained_by
-        self._on_death = on_death
+        self._owner = owner
         self._process: RunningProcess | None = None
         self._task: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
@@ -125,7 +136,7 @@ class SupervisedProcess:
         self._signal(signal.SIGTERM)
         done, _ = await asyncio.wait({self._task}, timeout=grace_s)
         if not done:
-            self._say(f"{self.plan.instance} did not stop within {grace_s:g} s and was killed")
+            self._owner.say(f"{self.plan.instance} did not stop within {grace_s:g} s and was killed")
             self._signal(signal.SIGKILL)
         await asyncio.wait({self._task})
 
@@ -142,12 +153,12 @@ class SupervisedProcess:
             code = self.exit_code = await self._run_once()
             if self._stopping.is_set():
                 break
-            if by := self._drained_by():
+            if by := self._owner.drained_by(self.plan):
                 await self._stay_drained(code, by)
             elif code == 0 and self._ready.is_set():
                 # An orderly end from outside: restart without a pause.
                 failures = 0
-                self._say(f"{self.plan.instance} ended; starting it again")
+                self._owner.say(f"{self.plan.instance} ended; starting it again")
             elif self._may_run.is_set():
                 ready_before = self._ready.is_set()
                 failures = 1 if time.monotonic() - started_s > _PROVEN_S else failures + 1
@@ -158,7 +169,7 @@ class SupervisedProcess:
                 if (unusable or failures >= _FAILED_STARTS) and not ready_before:
                     self._failed.set()
                     again = ""  # who waits for the start gives it up
-                self._say(f"{self.plan.instance} {how_ended(code)}{again}")
+                self._owner.say(f"{self.plan.instance} {how_ended(code)}{again}")
                 self._enter(ProcessState.BACKING_OFF)
                 await self._pause(pause_s)
             if not self._may_run.is_set():
@@ -189,7 +200,8 @@ class SupervisedProcess:
         try:
             code = await self._process.wait()
             if not self._stopping.is_set():
-                self._on_death(incarnation, is_crash(code, oom_kills=count_oom_kills() - oom_kills))
+                crashed = is_crash(code, oom_kills=count_oom_kills() - oom_kills)
+                self._owner.died(plan, incarnation, crashed=crashed)
             return code
         finally:
             watch.cancel()
@@ -203,21 +215,21 @@ class SupervisedProcess:
             transport.close()
             for error in await asyncio.gather(watch, copy, return_exceptions=True):
                 if isinstance(error, Exception):
-                    self._say(f"{plan.instance} | supervision failed: {error!r}")
+                    self._owner.say(f"{plan.instance} | supervision failed: {error!r}")
 
     async def _watch_readiness(self) -> None:
-        await self._until_ready(self.plan.admin or self.plan.endpoint)
+        await self._owner.until_ready(self.plan)
         self._ready.set()
         self._enter(ProcessState.READY)
 
     async def _stay_drained(self, code: int, by: str) -> None:
         state = "is drained" if code == 0 else f"{how_ended(code)} and stays ended"
-        self._say(f"{self.plan.instance} {state}: {by} asked for it")
+        self._owner.say(f"{self.plan.instance} {state}: {by} asked for it")
         self._enter(ProcessState.DRAINED)
-        while self._drained_by() and not self._stopping.is_set():
+        while self._owner.drained_by(self.plan) and not self._stopping.is_set():
             await self._pause(_DRAINED_POLL_S)
         if not self._stopping.is_set():
-            self._say(f"{self.plan.instance} is undrained; starting it again")
+            self._owner.say(f"{self.plan.instance} is undrained; starting it again")
 
     async def _pause(self, pause_s: float) -> None:
         try:
@@ -228,7 +240,7 @@ class SupervisedProcess:
 
     def _enter(self, state: ProcessState) -> None:
         self.state = state
-        self._on_change()
+        self._owner.state_changed()
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.returncode is None:

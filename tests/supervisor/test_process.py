@@ -22,12 +22,32 @@ from tests.support.processes.launching import session_launcher
 _PRINT_ENVIRONMENT = "import json, os; print(json.dumps(dict(os.environ)))"
 
 
+class _Owner:
+    """The owner of a process that is never ready."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    async def until_ready(self, plan: ProcessPlan) -> None:
+        await asyncio.Event().wait()
+
+    def state_changed(self) -> None:
+        return
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+    def drained_by(self, plan: ProcessPlan) -> str:
+        return ""
+
+    def died(self, plan: ProcessPlan, incarnation: str, *, crashed: bool) -> None:
+        return
+
+
 async def environment_of(plan: ProcessPlan, folder: Path) -> dict[str, str]:
     """The environment of a process that the supervisor starts."""
     logs = ProcessLogs(folder, on_problem=print)
-    process = SupervisedProcess(
-        plan, logs, session_launcher(), until_ready=_never, on_change=lambda: None, say=print
-    )
+    process = SupervisedProcess(plan, logs, session_launcher(), _Owner())
     process.start()
     async with asyncio.timeout(60):
         while not logs.tail(plan.instance):
@@ -36,10 +56,6 @@ async def environment_of(plan: ProcessPlan, folder: Path) -> dict[str, str]:
     logs.close()
     found: dict[str, str] = json.loads(logs.tail(plan.instance).splitlines()[0])
     return found
-
-
-async def _never(endpoint: str) -> None:
-    await asyncio.Event().wait()
 
 
 async def test_settings_of_the_shell_reach_no_service(
@@ -73,21 +89,15 @@ async def test_a_model_that_cannot_be_used_is_not_tried_again_and_again(tmp_path
         endpoint="127.0.0.1:1",
         command=(sys.executable, "-c", f"raise SystemExit({MODEL_UNUSABLE})"),
     )
-    said: list[str] = []
-    process = SupervisedProcess(
-        plan,
-        ProcessLogs(tmp_path, on_problem=print),
-        session_launcher(),
-        until_ready=_never,
-        on_change=lambda: None,
-        say=said.append,
-    )
+    owner = _Owner()
+    logs = ProcessLogs(tmp_path, on_problem=print)
+    process = SupervisedProcess(plan, logs, session_launcher(), owner)
     process.start()
     async with asyncio.timeout(60):
         with pytest.raises(FailedPrecondition, match="decode-0 does not start"):
             await process.wait_ready()
         while process.state is not ProcessState.BACKING_OFF:
             await asyncio.sleep(0.02)
-    assert said == ["decode-0 cannot use its model (exit code 78)"]
+    assert owner.said == ["decode-0 cannot use its model (exit code 78)"]
     assert process.restarts == 0
     await process.stop(grace_s=60)
