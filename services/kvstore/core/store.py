@@ -75,8 +75,8 @@ class BlockStore:
         self.dram = dram
         self.disk = disk
         self.pool = pool
-        self.memory_sweep = MemorySweep(dram, is_held=self._is_readable)
-        self.disk_sweep = self._of_disks(disk) if disk is not None else None
+        self.memory_sweep = MemorySweep(dram, is_held=self.is_readable)
+        self.disk_sweep = DiskSweep(disk, dram, self) if disk is not None else None
         self.tombstones = Tombstones()
         if pool is not None:
             pool.is_held_locally = self.contains
@@ -112,15 +112,12 @@ class BlockStore:
         """Whether a tier of this node holds the block."""
         return self.dram.get(key) is not None or (self.disk is not None and self.disk.contains(key))
 
-    def _of_disks(self, disk: DiskSet) -> DiskSweep:
-        return DiskSweep(
-            disk,
-            self.dram,
-            is_held=self._is_readable,
-            knows_all=lambda: self.pool is None or self.pool.knows_all,
-        )
+    def knows_all(self) -> bool:
+        """Whether a block that is on no disk and in no memory is certainly not in the pool."""
+        return self.pool is None or self.pool.knows_all
 
-    def _is_readable(self, key: bytes) -> bool:
+    def is_readable(self, key: bytes) -> bool:
+        """Whether a tier of this node holds the block, or the pool does."""
         return self.contains(key) or (self.pool is not None and key in self.pool.inventory)
 
     def lookup_local(self, chain: Sequence[bytes]) -> list[CacheTier.ValueType]:

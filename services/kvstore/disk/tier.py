@@ -37,7 +37,7 @@ from services.kvstore.disk.segments.restore import OpenedDisk
 from services.kvstore.disk.segments.segment_file import SyncFailed
 from services.kvstore.disk.table.block import DiskBlock
 from services.kvstore.disk.table.table import DiskTable
-from services.kvstore.disk.watch import DiskWatch
+from services.kvstore.disk.watch import DiskListener, DiskWatch
 from slipstream.errors import DataCorrupt, NotFound, Unavailable
 
 log = logging.getLogger(__name__)
@@ -81,9 +81,7 @@ class DiskTier:
             directory, segment_bytes=self._segment_bytes, io=io or SystemDiskIo(), checksum=checksum
         )
         self._clock_s = clock_s
-        self.watch = DiskWatch(
-            str(directory), health or DiskHealth(), self, probe=self._probe, clock_s=clock_s
-        )
+        self.watch = DiskWatch(str(directory), health or DiskHealth(), self, clock_s=clock_s)
         self._reads = open_reader(self.files, clock_s)
         self._writes = open_writer(self.files, clock_s)
         self._side_thread = ThreadPoolExecutor(1, thread_name_prefix="kv-side")  # probes, scrubs, erasures
@@ -91,7 +89,7 @@ class DiskTier:
         self._generation = 0
         self._writing: set[bytes] = set()
         self._retired: set[int] = set()
-        self.on_lost: Callable[[Sequence[bytes]], None] = lambda keys: None
+        self.listeners: list[DiskListener] = []
         self.corrupt_blocks = 0
         self.scrubbed_blocks = 0
         self.reads_ended = 0
@@ -341,7 +339,8 @@ class DiskTier:
         if (full or isinstance(error, SyncFailed)) and slab not in self._retired:
             self._retired.add(slab)
             if lost := self.table.retire(slab):
-                self.on_lost(lost)
+                for listener in self.listeners:
+                    listener.blocks_lost(lost)
 
     def _try_growing(self) -> None:
         self.table.may_grow = True
@@ -355,7 +354,12 @@ class DiskTier:
         self._reads.cancel_waiting(gone)
         self._writes.cancel_waiting(gone)
 
-    async def _probe(self) -> None:
+    def state_changed(self) -> None:
+        """Notify the listeners of another state of health."""
+        for listener in self.listeners:
+            listener.disk_changed()
+
+    async def probe(self) -> None:
         """Probe the disk, after opening it if needed, and remove retired segments. Raises OSError."""
         loop = asyncio.get_running_loop()
         if not self._opener.opened:

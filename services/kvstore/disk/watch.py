@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from services.kvstore.disk.health import READ_HANGS_AFTER_S, DiskHealth, DiskState
@@ -36,6 +36,22 @@ class Watched(Protocol):
     def cancel_waiting(self) -> None:
         """Cancel queued calls."""
 
+    def state_changed(self) -> None:
+        """Handle that the disk's health has another state."""
+
+    async def probe(self) -> None:
+        """Probe the disk. Raises OSError or FailedPrecondition while it fails."""
+
+
+class DiskListener(Protocol):
+    """Learns of a disk's changes; called on the event loop."""
+
+    def disk_changed(self) -> None:
+        """A disk has another state of health."""
+
+    def blocks_lost(self, keys: Sequence[bytes]) -> None:
+        """A disk lost these blocks."""
+
 
 class DiskWatch:
     """The watch over one disk. Event loop only, but for `open_failed`."""
@@ -46,22 +62,17 @@ class DiskWatch:
         health: DiskHealth,
         disk: Watched,
         *,
-        probe: Callable[[], Awaitable[None]],
         clock_s: Callable[[], float],
     ) -> None:
-        """`probe` raises OSError or FailedPrecondition while the disk fails."""
         self.health = health
         self._name = name
         self._disk = disk
-        self._probe_disk = probe
         self._clock_s = clock_s
         self._ticking: asyncio.TimerHandle | None = None
         self._tick_due_s = 0.0
         self._probing: asyncio.Task[None] | None = None
         self._closed = False
         self.io_errors = 0
-        self.on_unavailable: Callable[[], None] = lambda: None
-        self.on_state: Callable[[], None] = lambda: None  # called when the state changes
 
     def open_failed(self, error: OSError) -> None:
         """Mark the disk as unavailable until a probe opens it."""
@@ -112,10 +123,9 @@ class DiskWatch:
         if self.health.state == before:
             return
         log.error("disk tier: %s is %s: %s", self._name, self.health.state.name, why)
-        self.on_state()
         if self.health.state == DiskState.UNAVAILABLE:
             self._disk.cancel_waiting()
-            self.on_unavailable()
+        self._disk.state_changed()
 
     def _tick(self) -> None:
         self._ticking = None
@@ -138,7 +148,7 @@ class DiskWatch:
                 begun_s = (
                     self._clock_s()
                 )  # the time of a late opening says nothing about the disk's speed now
-            await self._probe_disk()
+            await self._disk.probe()
         except (OSError, FailedPrecondition) as error:
             succeeded = False
             log.debug("disk tier: %s is still %s: %s", self._name, before.name, error)
@@ -154,4 +164,4 @@ class DiskWatch:
         self.health.record_probe(succeeded=succeeded, hanging=hanging, now_s=now_s, took_s=now_s - begun_s)
         if self.health.state == DiskState.OK and before != DiskState.OK:
             log.warning("disk tier: %s is back", self._name)
-            self.on_state()
+            self._disk.state_changed()

@@ -97,7 +97,7 @@ class Promoter:
         self._loading_bytes: dict[DiskTier, int] = dict.fromkeys(disks.tiers, 0)
         self._tasks: set[asyncio.Task[None]] = set()
         for tier in disks.tiers:
-            tier.watch.on_unavailable = self._disk_unavailable
+            tier.listeners.append(self)
 
     @property
     def tiers(self) -> list[DiskTier]:
@@ -268,8 +268,13 @@ class Promoter:
         for prefetches in self._prefetches.values():
             prefetches.pop(key, None)
 
-    def _disk_unavailable(self) -> None:
+    def blocks_lost(self, keys: Sequence[bytes]) -> None:
+        """Their loads end by themselves."""
+
+    def disk_changed(self) -> None:
         """Fail the loads of unavailable disks at once."""
+        if not any(tier.unavailable for tier in self.tiers):
+            return
         for key in list(self._wanted):
             if self._disks.contains(key):
                 continue

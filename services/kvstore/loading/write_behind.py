@@ -38,8 +38,7 @@ class DiskWriteBehind:
         self._closing = False
         self._disk_changes = 0  # state changes of any disk
         for tier in disks.tiers:
-            tier.on_lost = self.requeue
-            tier.watch.on_state = self._disks_changed
+            tier.listeners.append(self)
 
     @property
     def writing(self) -> int:
@@ -75,7 +74,7 @@ class DiskWriteBehind:
         self.add(key)
         return True
 
-    def requeue(self, keys: Sequence[bytes]) -> None:
+    def blocks_lost(self, keys: Sequence[bytes]) -> None:
         """Queue again those lost blocks that are still in memory."""
         for key in keys:
             if self._dram.get(key) is not None:
@@ -158,7 +157,8 @@ class DiskWriteBehind:
         location = table.policy(block.slot.slot_bytes).location(block.key)
         return Origin(tenant=tenant) if location is None else Origin(*location, tenant)
 
-    def _disks_changed(self) -> None:
+    def disk_changed(self) -> None:
+        """End waits for disks that take no blocks."""
         self._disk_changes += 1
         if not self._disks.takes_blocks:
             for key in list(self._waiters):

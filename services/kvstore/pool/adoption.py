@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
 
 import xxhash
 
@@ -21,23 +22,27 @@ CHECK_BLOCKS = 1024
 READ_BLOCKS = 64
 
 
+class WatchedBlocks(Protocol):
+    """The blocks that this node watches (`UnreachableWatch`)."""
+
+    def __contains__(self, key: object, /) -> bool:
+        """Whether this node watches the block."""
+        ...
+
+    def put(self, key: bytes, before: bytes) -> None:
+        """Watch the block, which comes after `before` in its chain."""
+        ...
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Watch these blocks no more, since another node does."""
+        ...
+
+
 class BlockAdoption:
-    """One node's share of the blocks.
+    """One node's share of the blocks."""
 
-    `is_watched(key)`: this node watches the block already. `adopt(key, before)` makes it watch the block, and
-    `release(keys)` ends that when another node watches it.
-    """
-
-    def __init__(
-        self,
-        *,
-        is_watched: Callable[[bytes], bool],
-        adopt: Callable[[bytes, bytes], None],
-        release: Callable[[Sequence[bytes]], None],
-    ) -> None:
-        self._is_watched = is_watched
-        self._adopt = adopt
-        self._release = release
+    def __init__(self, watched: WatchedBlocks) -> None:
+        self._watched = watched
         self._own = b""
         self._living: frozenset[bytes] = frozenset()
         self._hints: OrderedDict[bytes, Hint | None] = OrderedDict()
@@ -59,11 +64,11 @@ class BlockAdoption:
             self.discard_hints(self._hints.keys() - set(self._unchecked))
         for _ in range(min(CHECK_BLOCKS, len(self._unchecked))):
             key = self._unchecked.pop()
-            if self._is_watched(key):
+            if key in self._watched:
                 if (hint := self._hints.get(key)) is not None and not (
                     self._is_lost(hint) and self.is_adopter(key)
                 ):
-                    self._release([key])
+                    self._watched.forget([key])
             elif not self.is_adopter(key):
                 continue
             elif key not in self._hints:
@@ -93,7 +98,7 @@ class BlockAdoption:
     def _adopt_if_lost(self, key: bytes, hint: Hint | None) -> None:
         if hint is not None and self._is_lost(hint):
             self.adopted_blocks += 1
-            self._adopt(key, hint.before)
+            self._watched.put(key, hint.before)
 
     def _is_lost(self, hint: Hint) -> bool:
         return hint.putter not in self._living

@@ -15,9 +15,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from libs.common.transport.mooncake import engine_environment
 from services.kvstore.pool.agent.protocol import MAX_LINE_BYTES, packed, unpacked
@@ -67,6 +67,22 @@ class _LateReads:
     staged: Staged
 
 
+class PoolListener(Protocol):
+    """Learns of the pool's state; called on the event loop."""
+
+    def pool_changed(self) -> None:
+        """The pool became available or unavailable."""
+        ...
+
+    def probe_keys(self) -> list[bytes]:
+        """Blocks that the next probe asks for."""
+        ...
+
+    def probed(self, sizes: Mapping[bytes, int]) -> None:
+        """A probe found these sizes, 0 for a miss."""
+        ...
+
+
 class AgentClient:
     """The node's end of the agent's socket. Event loop only."""
 
@@ -84,11 +100,7 @@ class AgentClient:
         self._hang_s = hang_s
         self.memory = SharedMemory(options.staging_bytes)
         self.health = PoolHealth()
-        self.on_state: Callable[[], None] = lambda: None
-        self.probe_keys: Callable[[], list[bytes]] = list  # blocks that the next probe asks for
-        self.on_probe: Callable[[dict[bytes, int]], None] = lambda sizes: (
-            None
-        )  # receives their sizes, 0 for a miss
+        self.listener: PoolListener | None = None
         self.restarts = 0
         self.pid: int | None = None
         self.segment = ""  # name of the node's segment, different after each start
@@ -200,7 +212,11 @@ class AgentClient:
     def _mark_unavailable(self, why: str) -> None:
         if self.health.record_failure(now_s=self._clock_s()):
             log.warning("pool: unavailable: %s", why)
-            self.on_state()
+            self._notify()
+
+    def _notify(self) -> None:
+        if self.listener is not None:
+            self.listener.pool_changed()
 
     async def _probe_forever(self) -> None:
         """Probe the pool, and kill an agent whose call hangs."""
@@ -217,14 +233,14 @@ class AgentClient:
             if self._writer is None or not due or asking:
                 continue
             with contextlib.suppress(Unavailable):
-                asked = self.probe_keys()
+                asked = self.listener.probe_keys() if self.listener is not None else []
                 hexed = [key.hex() for key in (_PROBE_KEY, *asked)]
                 answer = await self.call("find", timeout_s=PROBE_S, keys=hexed)
                 if self.health.record_success(now_s=self._clock_s()):
                     log.info("pool: back")
-                    self.on_state()
-                else:
-                    self.on_probe(dict(zip(asked, answer["sizes"][1:], strict=True)))
+                    self._notify()
+                elif self.listener is not None:
+                    self.listener.probed(dict(zip(asked, answer["sizes"][1:], strict=True)))
 
     async def _run_forever(self) -> None:
         pause_s = FIRST_PAUSE_S

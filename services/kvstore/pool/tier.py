@@ -42,15 +42,8 @@ class PoolTier:
         self._promoter = PoolPromoter(dram, self.client)
         self.writes = PoolWrites(dram, self.client)
         self.writes.on_put = self._block_put
-        self.watch = PoolWatch(
-            self.client,
-            self.inventory,
-            is_usable=lambda key: key in self.inventory or self.is_held_locally(key),
-            on_dropped=self.writes.discard_known,
-        )
-        self.client.on_state = self._state_changed
-        self.client.probe_keys = self.writes.probe_sample
-        self.client.on_probe = self.writes.reconcile
+        self.watch = PoolWatch(self.client, self.inventory, self)
+        self.client.listener = self
 
     def use_tombstones(self, drops: Tombstones) -> None:
         """Use the store's tombstones, so that loads do not publish dropped blocks."""
@@ -84,10 +77,27 @@ class PoolTier:
             self.watch.unreachable.put(block.key, before)
             self.watch.adoption.discard_hints([block.key])
 
-    def _state_changed(self) -> None:
+    def is_usable(self, key: bytes) -> bool:
+        """Whether the pool or this node has the block."""
+        return key in self.inventory or self.is_held_locally(key)
+
+    def dropped(self, keys: Sequence[bytes]) -> None:
+        """Forget blocks that the watch dropped from the pool."""
+        self.writes.discard_known(keys)
+
+    def pool_changed(self) -> None:
+        """Handle that the pool became available or unavailable."""
         if not self.client.available:
             self.watch.clear()
         self.writes.state_changed()
+
+    def probe_keys(self) -> list[bytes]:
+        """Some of the blocks that this node put, for a probe."""
+        return self.writes.probe_sample()
+
+    def probed(self, sizes: Mapping[bytes, int]) -> None:
+        """Compare the sizes that a probe found with what this node put."""
+        self.writes.reconcile(sizes)
 
     async def find(self, keys: Sequence[bytes], *, wait_s: float) -> dict[bytes, int]:
         """Value sizes of those of `keys` that the pool has; empty if it does not answer in time.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from services.kvstore.pool.adoption import BlockAdoption
 from services.kvstore.pool.agent_client import AgentClient
@@ -23,32 +24,44 @@ DROP_S = 10.0
 HEADERS_S = 2.5
 
 
+class PoolWatchOwner(Protocol):
+    """The node that watches the pool."""
+
+    def is_usable(self, key: bytes) -> bool:
+        """Whether the pool or this node has the block."""
+        ...
+
+    def dropped(self, keys: Sequence[bytes]) -> None:
+        """The watch dropped these blocks from the pool."""
+        ...
+
+
 class PoolWatch:
     """Keeps the inventory current and drops unreachable copies. Event loop only."""
 
-    def __init__(
-        self,
-        client: AgentClient,
-        inventory: Inventory,
-        *,
-        is_usable: Callable[[bytes], bool],
-        on_dropped: Callable[[Sequence[bytes]], None],
-    ) -> None:
-        """`is_usable`: the pool or this node has the block. `on_dropped` receives the blocks dropped here."""
+    def __init__(self, client: AgentClient, inventory: Inventory, owner: PoolWatchOwner) -> None:
         self._client = client
         self._inventory = inventory
-        self._on_dropped = on_dropped
-        self.unreachable = UnreachableWatch(is_present=inventory.__contains__, is_usable=is_usable)
-        self.adoption = BlockAdoption(
-            is_watched=self.unreachable.__contains__,
-            adopt=self.unreachable.put,
-            release=self.unreachable.forget,
-        )
+        self._owner = owner
+        self.unreachable = UnreachableWatch(self)
+        self.adoption = BlockAdoption(self.unreachable)
         self.has_listed = False  # a whole list has arrived, and none has failed since
         self._needs_whole_list = True
         self._list_is_complete = False
         self._problem = ""
         self._task: asyncio.Task[None] | None = None
+
+    def is_present(self, key: bytes) -> bool:
+        """Whether the inventory has the block."""
+        return key in self._inventory
+
+    def is_usable(self, key: bytes) -> bool:
+        """Whether the pool or this node has the block."""
+        return self._owner.is_usable(key)
+
+    def is_spared(self, key: bytes) -> bool:
+        """Never: what is unreachable in the pool is dropped there."""
+        return False
 
     def start(self) -> None:
         """Start the task; needs a running loop."""
@@ -148,5 +161,5 @@ class PoolWatch:
         self.unreachable.dropped(due, now_s=now_s)
         self.adoption.discard_hints(due)
         self._inventory.remove(due)
-        self._on_dropped(due)
+        self._owner.dropped(due)
         log.info("pool: %d blocks dropped: their predecessors are in no tier", len(due))

@@ -11,7 +11,7 @@ start finds the block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 from services.kvstore.disk.set import DiskSet
 from services.kvstore.dram.tier import DramTier
@@ -20,27 +20,27 @@ from services.kvstore.unreachable.watch import UnreachableWatch
 LOOK_EVERY_S = 1.0
 
 
-class DiskSweep:
-    """Event loop only. `is_held`: whether a block is in any tier that this node reads; `knows_all`: whether
-    that can be told of all of them but the disks now."""
+class AllTiers(Protocol):
+    """All tiers that this node reads."""
 
-    def __init__(
-        self,
-        disks: DiskSet,
-        dram: DramTier,
-        *,
-        is_held: Callable[[bytes], bool],
-        knows_all: Callable[[], bool] = lambda: True,
-    ) -> None:
+    def is_readable(self, key: bytes) -> bool:
+        """Whether the block is in one of them."""
+        ...
+
+    def knows_all(self) -> bool:
+        """Whether that is certain now for all of them but the disks."""
+        ...
+
+
+class DiskSweep:
+    """The sweep of a node's disks. Event loop only."""
+
+    def __init__(self, disks: DiskSet, dram: DramTier, tiers: AllTiers) -> None:
         self._disks = disks
-        self._knows_all = knows_all
+        self._dram = dram
+        self._tiers = tiers
         self._look_at_s = 0.0
-        self._watch = UnreachableWatch(
-            is_present=disks.contains,
-            is_usable=is_held,
-            is_spared=lambda key: dram.get(key) is not None,
-            reports_losses=True,
-        )
+        self._watch = UnreachableWatch(self, reports_losses=True)
         disks.on_gap = self._watch.put
 
     @property
@@ -53,6 +53,18 @@ class DiskSweep:
         """Unreachable blocks that were dropped so far."""
         return self._watch.dropped_blocks
 
+    def is_present(self, key: bytes) -> bool:
+        """Whether the block is on a disk."""
+        return self._disks.contains(key)
+
+    def is_usable(self, key: bytes) -> bool:
+        """Whether the block is in any tier that this node reads."""
+        return self._tiers.is_readable(key)
+
+    def is_spared(self, key: bytes) -> bool:
+        """Whether the block is in memory, which has a sweep."""
+        return self._dram.get(key) is not None
+
     def look(self, *, now_s: float) -> int:
         """Drop some of those that stayed unreachable, but for those in memory, which has a sweep.
         At most once in LOOK_EVERY_S; how many were dropped."""
@@ -60,12 +72,12 @@ class DiskSweep:
             return 0
         self._look_at_s = now_s + LOOK_EVERY_S
         self._disks.watch_gaps()
-        if any(tier.unavailable for tier in self._disks.tiers) or not self._knows_all():
+        if any(tier.unavailable for tier in self._disks.tiers) or not self._tiers.knows_all():
             self._watch.clear()  # what is before a block may be there
             return 0
         due = self._watch.look(now_s=now_s)
         if due:
-            self._watch.dropped(due, now_s=now_s)  # before their successors are told of
+            self._watch.dropped(due, now_s=now_s)  # before their successors are reported
             for tier in self._disks.tiers:
                 tier.table.drop_all([block for key in due if (block := tier.table.get(key)) is not None])
         return len(due)

@@ -9,7 +9,8 @@ then those after it in turn, without further patience.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 MAX_WATCHED_BLOCKS = 65_536
 # At each look: some milliseconds of the event loop where none of them can be used.
@@ -21,24 +22,29 @@ DROP_BLOCKS = 64
 INHERIT_S = 600.0
 
 
-class UnreachableWatch:
-    """Blocks that are watched, with the block before each. `is_present`: a block is in the tier; `is_usable`:
-    a block that another one comes after is in a tier from which it can be read."""
+class WatchedTier(Protocol):
+    """The tier whose blocks are watched."""
 
-    def __init__(
-        self,
-        *,
-        is_present: Callable[[bytes], bool],
-        is_usable: Callable[[bytes], bool],
-        is_spared: Callable[[bytes], bool] = lambda key: False,
-        reports_losses: bool = False,
-    ) -> None:
-        """`is_spared`: an unreachable block stays for now. `reports_losses`: the caller puts a block again
-        when the tier loses the one before it, so that a block whose predecessor is in the tier, and is not
-        watched itself, need not be watched."""
-        self._is_present = is_present
-        self._is_usable = is_usable
-        self._is_spared = is_spared
+    def is_present(self, key: bytes) -> bool:
+        """Whether the block is in this tier."""
+        ...
+
+    def is_usable(self, key: bytes) -> bool:
+        """Whether the block is in any tier from which it can be read."""
+        ...
+
+    def is_spared(self, key: bytes) -> bool:
+        """Whether the block stays for now, though it is unreachable."""
+        ...
+
+
+class UnreachableWatch:
+    """Blocks that are watched, with the block before each."""
+
+    def __init__(self, tier: WatchedTier, *, reports_losses: bool = False) -> None:
+        """`reports_losses`: the caller puts a block again when the tier loses the one before it, so that a
+        block whose predecessor is in the tier, and is not watched itself, need not be watched."""
+        self._tier = tier
         self._reports_losses = reports_losses
         self._before: OrderedDict[bytes, bytes] = OrderedDict()
         self._since_s: dict[bytes, float] = {}
@@ -83,16 +89,16 @@ class UnreachableWatch:
         due: list[bytes] = []
         for _ in range(min(LOOK_BLOCKS, len(self._before))):
             key, before = self._before.popitem(last=False)
-            if not self._is_present(key) or (self._reports_losses and self._is_settled(before)):
+            if not self._tier.is_present(key) or (self._reports_losses and self._is_settled(before)):
                 self._forget(key)
                 continue
             self._before[key] = before
-            if self._is_usable(before):
+            if self._tier.is_usable(before):
                 self._since_s.pop(key, None)
                 continue
             dropped_s = self._dropped_s.get(before)
             since_s = self._since_s.setdefault(key, now_s if dropped_s is None else dropped_s - GRACE_S)
-            if now_s - since_s >= GRACE_S and not self._is_spared(key):
+            if now_s - since_s >= GRACE_S and not self._tier.is_spared(key):
                 due.append(key)
                 if len(due) == DROP_BLOCKS:  # the next look goes on here
                     break
@@ -109,7 +115,7 @@ class UnreachableWatch:
         self.forget(keys)
 
     def _is_settled(self, before: bytes) -> bool:
-        return before not in self._before and self._is_present(before)
+        return before not in self._before and self._tier.is_present(before)
 
     def _forget(self, key: bytes) -> None:
         self._since_s.pop(key, None)

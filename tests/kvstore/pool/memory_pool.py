@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from services.kvstore.pool.agent.staging import Extents, SharedMemory
-from services.kvstore.pool.agent_client import Staged
+from services.kvstore.pool.agent_client import PoolListener, Staged
 from services.kvstore.pool.config import PoolOptions
 from services.kvstore.pool.fetch import MISSING
 from slipstream.errors import Unavailable
@@ -25,9 +25,7 @@ class MemoryPool:
         self.available = True
         self.segment = "memory"
         self.staged_bytes = self.quarantined_bytes = self.restarts = 0
-        self.on_state: Callable[[], None] = lambda: None
-        self.probe_keys: Callable[[], list[bytes]] = list
-        self.on_probe: Callable[[dict[bytes, int]], None] = lambda sizes: None
+        self.listener: PoolListener | None = None
         self._extents = Extents(options.staging_bytes)
 
     def start(self) -> None:

@@ -28,14 +28,26 @@ NAMES = ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"]
 KEYS = [key(number) for number in range(1, 400)]
 
 
+class _Watched:
+    """What a node watches, in a dict: each block to its predecessor."""
+
+    def __init__(self, watched: dict[bytes, bytes]) -> None:
+        self._watched = watched
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._watched
+
+    def put(self, key: bytes, before: bytes) -> None:
+        self._watched[key] = before
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        for each in keys:
+            del self._watched[each]
+
+
 def share_of(watched: dict[bytes, bytes]) -> BlockAdoption:
     """Return a node's share of the blocks; `watched` maps each block to its predecessor."""
-
-    def release(keys: Sequence[bytes]) -> None:
-        for each in keys:
-            del watched[each]
-
-    return BlockAdoption(is_watched=watched.__contains__, adopt=watched.__setitem__, release=release)
+    return BlockAdoption(_Watched(watched))
 
 
 @given(

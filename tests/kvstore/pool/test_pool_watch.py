@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +23,22 @@ from tests.kvstore.pool.memory_pool import MemoryPool
 KEYS = [bytes([number]) * 16 for number in range(8)]
 
 
+class _Owner:
+    """A node without other tiers."""
+
+    def __init__(self, inventory: Inventory, dropped: list[bytes]) -> None:
+        self._inventory, self._dropped = inventory, dropped
+
+    def is_usable(self, key: bytes) -> bool:
+        return key in self._inventory
+
+    def dropped(self, keys: Sequence[bytes]) -> None:
+        self._dropped.extend(keys)
+
+
 def watch_of(client: Any, inventory: Inventory, dropped: list[bytes] | None = None) -> PoolWatch:
     """Return a watch of a node without other tiers that appends dropped blocks to `dropped`."""
-    on_dropped = [] if dropped is None else dropped
-    return PoolWatch(client, inventory, is_usable=lambda key: key in inventory, on_dropped=on_dropped.extend)
+    return PoolWatch(client, inventory, _Owner(inventory, [] if dropped is None else dropped))
 
 
 async def test_a_failed_list_changes_nothing_and_the_next_list_is_whole() -> None:

@@ -161,7 +161,7 @@ async def test_no_block_is_unreachable_before_the_pool_was_listed(rig: Rig) -> N
     pool.watch.has_listed = True
     look(rig, now_s=100)
     client.available = False
-    client.on_state()
+    client.listener.pool_changed()
     assert CHAIN[2] not in pool.inventory
     for now_s in (101.0, 102 + GRACE_S):
         assert look(rig, now_s=now_s) == 0

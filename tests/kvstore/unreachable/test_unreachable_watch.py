@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass, field
 
 from services.kvstore.unreachable.watch import DROP_BLOCKS, GRACE_S, INHERIT_S, UnreachableWatch
 
@@ -10,11 +11,28 @@ KEYS = [bytes([number]) * 16 for number in range(8)]
 MANY = [number.to_bytes(16, "big") for number in range(1, 3 * DROP_BLOCKS)]
 
 
+@dataclass
+class Tier:
+    """A tier with these blocks. `is_read`: its blocks count as usable, as those `elsewhere` do."""
+
+    present: set[bytes]
+    elsewhere: set[bytes] = field(default_factory=set)
+    spared: set[bytes] = field(default_factory=set)
+    is_read: bool = True
+
+    def is_present(self, key: bytes) -> bool:
+        return key in self.present
+
+    def is_usable(self, key: bytes) -> bool:
+        return (self.is_read and key in self.present) or key in self.elsewhere
+
+    def is_spared(self, key: bytes) -> bool:
+        return key in self.spared
+
+
 def test_a_copy_whose_predecessor_stays_lost_is_dropped_after_the_grace_time() -> None:
     pooled, elsewhere = set(KEYS[:5]), set[bytes]()
-    watch = UnreachableWatch(
-        is_present=pooled.__contains__, is_usable=lambda key: key in pooled or key in elsewhere
-    )
+    watch = UnreachableWatch(Tier(present=pooled, elsewhere=elsewhere))
     for before, key in itertools.pairwise(KEYS[:5]):
         watch.put(key, before)
     assert watch.look(now_s=0) == []
@@ -37,7 +55,7 @@ def test_a_copy_whose_predecessor_stays_lost_is_dropped_after_the_grace_time() -
 
 def test_unreachable_blocks_are_dropped_at_a_bounded_rate() -> None:
     keys = [number.to_bytes(16, "big") for number in range(1, 3 * DROP_BLOCKS)]
-    watch = UnreachableWatch(is_present=lambda key: True, is_usable=lambda key: False)
+    watch = UnreachableWatch(Tier(present=set(keys), is_read=False))
     for key in keys:
         watch.put(key, bytes(16))
     watch.look(now_s=0)
@@ -46,11 +64,7 @@ def test_unreachable_blocks_are_dropped_at_a_bounded_rate() -> None:
 
 
 def test_what_is_spared_keeps_nothing_else_waiting() -> None:
-    watch = UnreachableWatch(
-        is_present=lambda key: True,
-        is_usable=lambda key: False,
-        is_spared=lambda key: key != MANY[0],
-    )
+    watch = UnreachableWatch(Tier(present=set(MANY), is_read=False, spared=set(MANY[1:])))
     for key in MANY:
         watch.put(key, bytes(16))
     watch.look(now_s=0)
@@ -59,7 +73,7 @@ def test_what_is_spared_keeps_nothing_else_waiting() -> None:
 
 def test_each_look_returns_other_blocks_of_many() -> None:
     there = set(MANY)
-    watch = UnreachableWatch(is_present=there.__contains__, is_usable=lambda key: False)
+    watch = UnreachableWatch(Tier(present=there, is_read=False))
     for key in MANY:
         watch.put(key, bytes(16))
     watch.look(now_s=0)
@@ -75,9 +89,7 @@ def test_a_chain_that_is_put_again_has_a_new_grace_time() -> None:
     """Though blocks of the same names were dropped as unreachable before."""
     for put_again, later_s in ((True, 1.0), (False, INHERIT_S + 1)):
         there = set(KEYS[1:3])
-        watch = UnreachableWatch(
-            is_present=there.__contains__, is_usable=there.__contains__, reports_losses=True
-        )
+        watch = UnreachableWatch(Tier(present=there), reports_losses=True)
         watch.put(KEYS[1], KEYS[0])
         watch.look(now_s=0)
         assert watch.look(now_s=GRACE_S) == [KEYS[1]]
