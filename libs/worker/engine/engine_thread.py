@@ -76,6 +76,10 @@ class EngineListener(Protocol):
         """A step raised: end all sequences that were started, then `resume`."""
         ...
 
+    def on_blocks(self, changes: Sequence[PageChange]) -> None:
+        """The engine's cached blocks changed."""
+        ...
+
     def on_broken(self, error: BaseException) -> None:
         """The engine cannot continue; the process should end."""
         ...
@@ -94,8 +98,6 @@ class EngineThread:
         self._build = build
         self._listener = listener
         self._draft_source = draft_source
-        # Called on the event loop with the changes of the engine's cached blocks; set before `start`.
-        self.on_blocks: Callable[[Sequence[PageChange]], None] | None = None
         # Called on the event loop when more pages are free, for sequences that wait for pages.
         self.on_room: Callable[[], None] = lambda: None
         self._engine: Engine | None = None  # once it is built
@@ -256,8 +258,8 @@ class EngineThread:
         assert self._loop is not None
         with self._publishing:
             self.ledger = engine.ledger()
-            if self.on_blocks is not None and (changes := engine.poll_block_changes()):
-                self._post(self._loop, self.on_blocks, changes)
+            if changes := engine.poll_block_changes():
+                self._post(self._loop, self._listener.on_blocks, changes)
             more, self._room_pages = self.ledger.room_pages > self._room_pages, self.ledger.room_pages
         if more:
             self._post(self._loop, self._report_room)

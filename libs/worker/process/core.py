@@ -108,7 +108,6 @@ class WorkerCore:
         self.thread = EngineThread(build, self, draft_source=draft_source)
         # Routers learn from these which blocks this worker's cache holds.
         self.events = KvEventServicer(BlockEventLog(new_incarnation()))
-        self.thread.on_blocks = self._on_blocks
         self.load_changed: Callable[[], None] = lambda: None
         self._on_broken = on_broken
         self._handlers: dict[str, OutputHandler] = {}
@@ -276,7 +275,7 @@ class WorkerCore:
         )
         self.thread.resume()
 
-    def _on_blocks(self, changes: Sequence[PageChange]) -> None:
+    def on_blocks(self, changes: Sequence[PageChange]) -> None:
         for stored, run in itertools.groupby(changes, key=lambda change: change.stored):
             report = self.events.stored if stored else self.events.removed
             report(common_pb2.CACHE_TIER_WORKER, [change.hash for change in run])

@@ -16,7 +16,7 @@ from libs.engine.core.fake import FakeModel, build_fake_engine
 from libs.engine.step.batch import Batch
 from libs.engine.step.step_model import SequenceRows, StepResult
 from libs.engine.step.stop_flag import StopFlag
-from libs.engine.step.types import Engine, SamplingParams, SequenceSpec, StepOutput
+from libs.engine.step.types import Engine, PageChange, SamplingParams, SequenceSpec, StepOutput
 from libs.worker.engine.engine_thread import MAX_FAILED_STEPS_IN_ROW, EngineThread, Step
 from slipstream.errors import FailedPrecondition, Unavailable
 from tests.worker.nodes import WAIT_S, eventually
@@ -39,6 +39,9 @@ class Listener:
         for seq_id in self.failing:
             self.thread.submit(lambda engine, seq_id=seq_id: engine.release(seq_id))  # type: ignore[misc]
         self.thread.resume()
+
+    def on_blocks(self, changes: Sequence[PageChange]) -> None:
+        return
 
     def on_broken(self, error: BaseException) -> None:
         self.broken.append(error)
