@@ -158,8 +158,7 @@ class _Servicers:
             node.store,
             node.puts,
             transport,
-            check_accepting=worker.refuse_when_draining,
-            changed=worker.load_changed,
+            worker,
             addresses=addresses,
             counters=counters,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -12,6 +12,7 @@ import grpc
 
 from libs.common.checksum import CHECKSUM_BYTES
 from libs.common.cluster.address_book import AddressBook, LoopbackAddresses
+from libs.common.cluster.worker_service import WorkerService
 from libs.common.rpc.pin_names import MAX_RELEASED, PinNames
 from libs.common.rpc.pin_server import PinServer
 from libs.common.rpc.pin_span import traced_pin
@@ -46,20 +47,20 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
-    """The servicer. `check_accepting` raises while draining; `changed` reports a new load."""
+    """The servicer of one node."""
 
     def __init__(
         self,
         store: BlockStore,
         puts: Puts,
         transport: KvTransport,
+        worker: WorkerService,
         *,
-        check_accepting: Callable[[], None],
-        changed: Callable[[], None],
         addresses: AddressBook | None = None,
         counters: Counters | None = None,
     ) -> None:
-        """`addresses`: from which transport sessions it pulls."""
+        """`worker` refuses while it drains, and reports the load. `addresses`: from which transport sessions
+        this pulls."""
         self._store = store
         self._puts = puts
         self._transport = transport
@@ -67,8 +68,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         self._counters = counters or Counters()
         self._names = PinNames()
         self.pin_streams = PinServer(self, self._end_pin)
-        self._check_accepting = check_accepting
-        self._changed = changed
+        self._worker = worker
         self._addresses: AddressBook = addresses or LoopbackAddresses()
 
     async def Lookup(
@@ -89,7 +89,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         return response
 
     async def _pin(self, request: kvstore_pb2.PinRequest, context: Context) -> kvstore_pb2.PinResponse:
-        self._check_accepting()
+        self._worker.refuse_when_draining()
         chain = _chain(request.fingerprint, request.block_hashes)
         if self._store.pins >= MAX_PINS:
             raise Overloaded(f"{MAX_PINS} pins are held already")
@@ -112,7 +112,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
             wanted = self._names.done(request.name, lease_id)
             if not wanted:
                 self._store.release_pin(lease_id)
-            self._changed()
+            self._worker.load_changed()
         if pin.lease is None or not wanted:
             return kvstore_pb2.PinResponse()
         self._count_pin(pin.blocks, elapsed_s=time.perf_counter() - started)
@@ -155,12 +155,12 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
     async def Reserve(
         self, request: kvstore_pb2.ReserveRequest, context: Context
     ) -> kvstore_pb2.ReserveResponse:
-        self._check_accepting()
+        self._worker.refuse_when_draining()
         keys = _chain(request.fingerprint, request.block_hashes)
         lease = self._puts.reserve(
             keys, request.block_bytes, owner=request.owner, tenant=_tenant(request.tenant)
         )
-        self._changed()
+        self._worker.load_changed()
         n_wanted = 0 if lease is None else len(lease.resource.slots)
         tracing.annotate(offered_blocks=len(keys), wanted_blocks=n_wanted)
         if lease is None:
@@ -187,7 +187,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
             )
         finally:
             self._counters.observe("slipstream_kvstore_commit_seconds", time.perf_counter() - started)
-            self._changed()
+            self._worker.load_changed()
         tracing.annotate(blocks=len(committed), refused_blocks=len(refused))
         # Computed here: the call's deadline uses the wall clock, which may have jumped meanwhile.
         left_s = max(0.0, timeout_s - (time.perf_counter() - started))
@@ -202,7 +202,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         self, request: kvstore_pb2.CancelReservationRequest, context: Context
     ) -> kvstore_pb2.CancelReservationResponse:
         self._puts.cancel(request.reservation_id)
-        self._changed()
+        self._worker.load_changed()
         return kvstore_pb2.CancelReservationResponse()
 
     async def VerifyBlocks(
@@ -217,7 +217,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
                     unreadable=progress.unreadable,
                     last=last,
                 )
-        self._changed()
+        self._worker.load_changed()
 
     async def DropBlocks(
         self, request: kvstore_pb2.DropBlocksRequest, context: Context
@@ -225,7 +225,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         if request.all == bool(request.block_hashes):
             raise InvalidArgument("block_hashes", "must be given, or all, and not both")
         dropped = await self._operations.drop(None if request.all else _hashes(request.block_hashes))
-        self._changed()
+        self._worker.load_changed()
         return kvstore_pb2.DropBlocksResponse(
             dropped=dropped.copies, blocks=dropped.blocks, pool_kept=dropped.pool_kept
         )
@@ -236,7 +236,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
 
     def _end_pin(self, name_or_lease: str) -> None:
         self._store.release_pin(self._names.end(name_or_lease))
-        self._changed()
+        self._worker.load_changed()
 
     def _count_pin(self, blocks: Sequence[PinnedBlock], *, elapsed_s: float) -> None:
         slowest = "dram"
@@ -252,7 +252,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
         def ended(call: asyncio.Task[Any]) -> None:
             if call.cancelling():  # gRPC itself catches the cancellation
                 self._store.release_pin(lease_id)
-                self._changed()
+                self._worker.load_changed()
 
         call = asyncio.current_task()
         if call is not None:

@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from libs.common.cluster.worker_service import WorkerIdentity, WorkerService, held
+from libs.common.cluster.worker_service import held
 from libs.common.rpc.serve import ServiceHost
 from libs.common.transport.socket import SocketTransport
 from services.kvstore.core.node import Node
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.service import KvstoreServicer
 from slipstream.v1 import kvstore_pb2_grpc
-from tests.support.stubs.idle_process import IdleProcess
+from tests.support.stubs.idle_process import idle_service
 from tests.worker.nodes import CHECKSUM, eventually
 
 
@@ -42,10 +42,8 @@ async def running_kvstore(
     dram = DramTier(dram_bytes, tenant_share=tenant_share, checksum=CHECKSUM)
     transport.register(dram.memory.buffer)
     node = Node(dram, None, transport)
-    worker = WorkerService(WorkerIdentity("kvstore", "kvstore-0"), IdleProcess())
-    servicer = KvstoreServicer(
-        node.store, node.puts, transport, check_accepting=lambda: None, changed=lambda: None
-    )
+    worker = idle_service()
+    servicer = KvstoreServicer(node.store, node.puts, transport, worker)
     host = ServiceHost("127.0.0.1:0")
     kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(servicer, host.server)
     await host.start([])

@@ -24,6 +24,7 @@ from slipstream.cli.kv_show import TIERS, _node
 from slipstream.v1 import worker_pb2
 from tests.kvstore.disk.memory_disk import MemoryDisk
 from tests.kvstore.pool.memory_pool import MemoryPool
+from tests.support.stubs.idle_process import idle_service
 
 PAGE = Path(__file__).parents[3] / "docs" / "kvstore-metrics.md"
 KINDS = {metric.name: metric.kind for metric in METRICS.values()}
@@ -88,8 +89,7 @@ async def test_a_node_with_all_tiers_reports_every_gauge_and_kv_stat_shows_it() 
             node.store,
             Puts(node.store, transport, Counters(), now_ms=lambda: 0.0),
             transport,
-            check_accepting=lambda: None,
-            changed=lambda: None,
+            idle_service(),
         )
         assert "slipstream_kvstore_corrupt_blocks_dram_total" in servicer.measure()
     finally:

@@ -19,6 +19,7 @@ from tests.kvstore.node import FINGERPRINT
 from tests.kvstore.store_rig import BLOCK_BYTES, Rig, keys
 from tests.support.processes.process_checks import eventually
 from tests.support.recorded_spans import PARENT, KeptSpans, kept_spans, parts, said
+from tests.support.stubs.idle_process import idle_service
 
 
 @pytest.fixture
@@ -30,9 +31,7 @@ def kept() -> Iterator[KeptSpans]:
 async def pin(rig: Rig, numbers: Sequence[int], *, trace: dict[str, str]) -> kvstore_pb2.PinResponse:
     transport: Any = rig.transport
     call: Any = SimpleNamespace(time_remaining=lambda: 60.0)
-    servicer = KvstoreServicer(
-        rig.store, rig.puts, transport, check_accepting=lambda: None, changed=lambda: None
-    )
+    servicer = KvstoreServicer(rig.store, rig.puts, transport, idle_service())
     request = kvstore_pb2.PinRequest(
         fingerprint=FINGERPRINT, block_hashes=pack_hashes(keys(*numbers)), max_blocks=4, trace=trace
     )

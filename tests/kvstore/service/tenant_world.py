@@ -32,6 +32,7 @@ from slipstream.v1 import common_pb2, kv_events_pb2, kv_events_pb2_grpc, kvstore
 from tests.kvstore.node import FINGERPRINT
 from tests.kvstore.pool.memory_pool import MemoryPool
 from tests.kvstore.service.surface import ask, methods
+from tests.support.stubs.idle_process import idle_service
 
 BLOCK_BYTES, MAX_BLOCKS = 4096, 6
 MAX_SOURCES = 48  # blocks of one commit
@@ -77,9 +78,7 @@ class World:
         self.store = BlockStore(dram, None, counters, now_ms=lambda: self.now_ms, pool=pool)
         self.puts = Puts(self.store, self.node_transport, counters, now_ms=lambda: self.now_ms)
         self.host = ServiceHost("127.0.0.1:0")
-        servicer = KvstoreServicer(
-            self.store, self.puts, self.node_transport, check_accepting=lambda: None, changed=lambda: None
-        )
+        servicer = KvstoreServicer(self.store, self.puts, self.node_transport, idle_service())
         kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(servicer, self.host.server)
         events = KvEventServicer(BlockEventLog("tenants"))
         publish_changes(self.store, events)

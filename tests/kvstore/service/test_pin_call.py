@@ -22,6 +22,7 @@ from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 from tests.kvstore.node import FINGERPRINT
 from tests.kvstore.store_rig import BLOCK_BYTES, DRAM, NVME, Rig, key, keys
 from tests.support.processes.process_checks import eventually
+from tests.support.stubs.idle_process import idle_service
 
 MODEL_FINGERPRINT = Fingerprint("m", "t", "c", "float32", 64)
 
@@ -44,7 +45,7 @@ def pin_request(*numbers: int) -> kvstore_pb2.PinRequest:
 
 def servicer_of(rig: Rig) -> KvstoreServicer:
     transport: Any = rig.transport
-    return KvstoreServicer(rig.store, rig.puts, transport, check_accepting=lambda: None, changed=lambda: None)
+    return KvstoreServicer(rig.store, rig.puts, transport, idle_service())
 
 
 async def test_a_lookup_prefetches_the_disk_blocks(tmp_path: Path) -> None:

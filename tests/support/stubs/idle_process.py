@@ -1,8 +1,8 @@
-"""A process without work, for a WorkerService."""
+"""A process without work, and its WorkerService."""
 
 from __future__ import annotations
 
-from libs.common.cluster.worker_service import WorkerProcess
+from libs.common.cluster.worker_service import WorkerIdentity, WorkerProcess, WorkerService
 from slipstream.v1 import worker_pb2
 
 
@@ -22,3 +22,8 @@ class IdleProcess(WorkerProcess):
 
     def ledger(self) -> worker_pb2.Ledger:
         return self.held
+
+
+def idle_service(role: str = "kvstore") -> WorkerService:
+    """The WorkerService of such a process."""
+    return WorkerService(WorkerIdentity(role, f"{role}-0"), IdleProcess())
