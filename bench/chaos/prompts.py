@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from bench.demo_script import SYSTEM_PROMPT
+from bench.demo.script import SYSTEM_PROMPT
 
 MAX_TOKENS = 96
 _HOURS = "The store is open from {first}:00 to {last}:00. Order {order} has {parcels} parcels. "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.overload_load import check_http_refusal, refusal_quantiles
+from bench.overload.load import check_http_refusal, refusal_quantiles
 from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.exposition import render_metrics
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.demo_script import SYSTEM_PROMPT, TOOLS, TURNS, run_tool
+from bench.demo.script import SYSTEM_PROMPT, TOOLS, TURNS, run_tool
 from bench.images.cluster import ContainerCluster
 from bench.ledgers import block_counts, wait_until_idle
 from slipstream.operator_access import operator_dial

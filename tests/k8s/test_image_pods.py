@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.demo import DemoConversation
-from bench.demo_script import TURNS
+from bench.demo.__main__ import DemoConversation
+from bench.demo.script import TURNS
 from bench.images.image import buildah, mounted, why_no_containers
 from slipstream.api_key_file import add_key
 from slipstream.async_client import AsyncClient

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.demo_script import TOOLS
+from bench.demo.script import TOOLS
 from slipstream.cli.chat.session import ChatOptions, read_tools, run_chat
 from slipstream.cli.client_access import ClientAccess
 from slipstream.errors import InvalidArgument, NotFound, Overloaded, Unauthenticated

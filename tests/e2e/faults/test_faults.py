@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Any
 
-from bench.demo_script import SYSTEM_PROMPT, TOOLS, TURNS
+from bench.demo.script import SYSTEM_PROMPT, TOOLS, TURNS
 from slipstream.replies import Reply
 from tests.support.clusters.disturbance import DECODERS
 from tests.support.clusters.local_cluster import LocalCluster, until

@@ -110,7 +110,8 @@ def etcd_unavailable(
     outage_s: float,
     settled_s: float = 0.0,
 ) -> None:
-    """Make etcd unavailable under load. `settled_s`: the time after which a missing worker would have expired."""
+    """Make etcd unavailable under load. `settled_s`: the time after which a missing worker would have
+    expired."""
     pids = {instance: fakes.pid(instance) for instance in fakes.workers}
     with how(fakes):
         until_s = time.monotonic() + outage_s

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.demo_script import SYSTEM_PROMPT, TOOLS, TURNS, run_tool
+from bench.demo.script import SYSTEM_PROMPT, TOOLS, TURNS, run_tool
 from libs.common.telemetry.metric_table import SERVICES, metrics_of
 from libs.text.tokenizer import Tokenizer
 from slipstream.replies import Reply

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import pytest
 
-from bench.overload import PLACES, overload_config
-from bench.overload_load import Outcomes, OverloadClient, RequestShape
+from bench.overload.__main__ import PLACES, overload_config
+from bench.overload.load import Outcomes, OverloadClient, RequestShape
 from libs.common import service_bounds
 from libs.common.cluster.worker_record import Role
 from tests.support.clusters.disturbance import DECODERS

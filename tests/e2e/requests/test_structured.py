@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bench.demo_script import TOOLS
+from bench.demo.script import TOOLS
 from slipstream.client import Client
 from slipstream.errors import InvalidArgument
 from tests.support.clusters.disturbance import DECODERS

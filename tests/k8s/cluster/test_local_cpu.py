@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from bench.demo import DemoConversation
-from bench.demo_script import TURNS
+from bench.demo.__main__ import DemoConversation
+from bench.demo.script import TURNS
 from slipstream.async_client import AsyncClient
 from tests.k8s.cluster.conftest import START_S, WORKLOADS, Deployed, doubled
 from tests.k8s.cluster.kubectl import ENDED

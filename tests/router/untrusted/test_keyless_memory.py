@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.keyless import keyed_router, measure
+from bench.keyless.__main__ import keyed_router, measure
 from slipstream import bounds
 
 GONE_S = 100.0  # in bench.keyless it is 10 s; a test asserts no speed

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.demo_script import SYSTEM_PROMPT, TOOLS, TURNS, CustomerTurn, run_tool
+from bench.demo.script import SYSTEM_PROMPT, TOOLS, TURNS, CustomerTurn, run_tool
 from bench.ledgers import block_counts, wait_until_idle
 from slipstream.async_client import AsyncClient
 from slipstream.errors import SlipstreamError

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.keyless_client import KeylessClient, KeylessGrpcClient, KeylessHttpClient
+from bench.keyless.client import KeylessClient, KeylessGrpcClient, KeylessHttpClient
 from slipstream import bounds
 from slipstream.api_key_file import add_key
 from supervisor.cluster_options import DEFAULT_MODEL

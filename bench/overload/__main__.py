@@ -32,7 +32,7 @@ import aiohttp
 import grpc
 
 from bench.ledgers import wait_until_idle
-from bench.overload_load import Outcomes, OverloadClient, RequestShape, check_grpc_refusal, refusal_quantiles
+from bench.overload.load import Outcomes, OverloadClient, RequestShape, check_grpc_refusal, refusal_quantiles
 from bench.request_log import percentiles
 from bench.router.rig import cpu_seconds, make_model
 from libs.common.cluster.worker_record import Role

@@ -1,0 +1,1 @@
+"""`make demo`: a cluster of processes, and a customer's conversation with an agent."""

@@ -1,0 +1,1 @@
+"""The memory of a router under clients without a key."""
