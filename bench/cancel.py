@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.ledgers import wait_until_idle
+from bench.progress import say
 from bench.request_log import percentiles
 from libs.common.cluster.worker_record import Role
 from libs.common.runtime import heap
@@ -168,7 +169,7 @@ class Cancels:
                     break
                 except Missed as missed:
                     if attempt + 1 == _TRIES:
-                        print(f"no request was cancelled in stage {stage}: {missed}", file=sys.stderr)
+                        say(f"no request was cancelled in stage {stage}: {missed}")
                         return times
         await self._fleet.wait_idle()
         return times
@@ -314,13 +315,13 @@ async def run(options: argparse.Namespace, run_dir: Path) -> dict[str, object]:
     report: dict[str, object] = {"rounds": options.rounds, "transport": options.transport}
     heap.freeze_heap()
     gc.disable()  # `measure` collects between two rounds, so that no pause falls into a measurement
-    async with ClusterSupervisor(config, say=lambda line: print(line, file=sys.stderr)) as cluster:
+    async with ClusterSupervisor(config, say=say) as cluster:
         fleet = ClusterProcesses(cluster)
         try:
             cancels = Cancels(fleet)
             for stage in options.only:
                 for way in WAYS:
-                    print(f"{stage} {way}", file=sys.stderr)
+                    say(f"{stage} {way}")
                     times = await cancels.measure(stage, way, options.rounds)
                     report[f"{stage} {way}"] = times.report()
         finally:

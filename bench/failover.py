@@ -34,6 +34,7 @@ from bench.faults.fault_load import (
     wrong,
 )
 from bench.ledgers import wait_until_idle
+from bench.progress import say
 from bench.request_log import percentiles
 from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
@@ -142,7 +143,7 @@ async def measure(options: argparse.Namespace) -> dict[str, object]:
     }
     with tempfile.TemporaryDirectory() as run_dir:
         config = config_of(options, Path(run_dir))
-        async with ClusterSupervisor(config, say=lambda line: print(line, file=sys.stderr)) as cluster:
+        async with ClusterSupervisor(config, say=say) as cluster:
             async with AsyncClient(cluster.record().router_grpc) as client:
                 expected = [answer_of(run) for run in await run_streams(client, load)]
                 for number in (signal.SIGKILL, signal.SIGSTOP):

@@ -29,6 +29,7 @@ from typing import Any
 
 from bench.faults.fault_load import FaultRequest, FaultRun, answer_of, mixed_requests, run_streams, wrong
 from bench.faults.link_backlog import LinkBacklog
+from bench.progress import say
 from bench.request_log import percentiles
 from slipstream.rpc.backoff import HEAL_S
 from tests.support.clusters.mesh import PAGE_BYTES, Mesh, MeshShape, open_mesh
@@ -231,7 +232,7 @@ async def measure(options: argparse.Namespace) -> dict[str, object]:
             await healing.prepare()
             for _, link, fault in itertools.product(range(options.rounds), links, faults):
                 heals.append(await healing.heal(link, fault))
-                print(f"{link:16} {fault:10} {heals[-1].heal_s:6.2f} s", file=sys.stderr)
+                say(f"{link:16} {fault:10} {heals[-1].heal_s:6.2f} s")
     return summary(heals)
 
 

@@ -46,6 +46,7 @@ from bench.chaos.report import judge, report
 from bench.chaos.schedule import schedule
 from bench.faults.faulty_disk import FaultyDisk
 from bench.ledgers import wait_until_idle
+from bench.progress import say
 from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
 from slipstream.operator_access import operator_dial
@@ -95,7 +96,7 @@ async def measure(options: argparse.Namespace) -> dict[str, object]:
                 extra_environment={Role.KVSTORE: disk.environment},
                 extra_arguments=dict.fromkeys((Role.PREFILL, Role.DECODE), _COMPUTE),
             )
-            async with ClusterSupervisor(config, say=_say) as cluster:
+            async with ClusterSupervisor(config, say=say) as cluster:
                 found = await _measure(cluster, disk, options)
         temporary_left = [*leftover_files(temporary), *leftover_files(run_dir, ends=".tmp")]
     left = shared_memory_files() - before
@@ -191,10 +192,6 @@ async def _steady(cluster: ClusterSupervisor, lasts_s: float) -> list[dict[str, 
         samples.append(sample(cluster.record(), now_s=now_s))
         await asyncio.sleep(_SAMPLE_S)
     return samples
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def main() -> int:

@@ -30,6 +30,7 @@ from pathlib import Path
 
 import aiohttp
 
+from bench.progress import say
 from bench.router.http_client import HttpTarget
 from libs.common.cluster.placement_record import SESSIONS_PREFIX
 from libs.common.cluster.worker_record import Role
@@ -210,7 +211,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, object
     )
     samples: list[StorageSample] = []
     writes = SessionWrites()
-    async with ClusterSupervisor(config, say=_say) as cluster:
+    async with ClusterSupervisor(config, say=say) as cluster:
         record = cluster.record()
         endpoint = record.etcd.split(",")[0]
         load = SessionLoad(HttpTarget(f"http://{record.router_http}"))
@@ -238,10 +239,6 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, object
         "ended": asdict(samples[-1]),
         "minutes_sampled": [asdict(sample) for sample in samples[::every]],
     }
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -24,6 +24,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 from bench.heal import FAULTS
+from bench.progress import say
 from bench.request_log import percentiles
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.lease import LeaseSession
@@ -124,7 +125,7 @@ async def measure(options: argparse.Namespace) -> dict[str, object]:
                 for _, fault, way in itertools.product(range(options.rounds), FAULTS, ways):
                     took_s = await healed_s(proxy, ways[way], fault, rng)
                     times.setdefault(way, {}).setdefault(fault, []).append(took_s)
-                    print(f"{way:8} {fault:10} {took_s:6.2f} s", file=sys.stderr)
+                    say(f"{way:8} {fault:10} {took_s:6.2f} s")
             finally:
                 await uses.close()
                 await asyncio.gather(client.close(), other.close())

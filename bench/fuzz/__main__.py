@@ -28,6 +28,7 @@ from pathlib import Path
 
 from bench.fuzz.targets import Target, targets
 from bench.ledgers import wait_until_idle
+from bench.progress import say
 from libs.common.cluster.worker_record import Role
 from slipstream.operator_access import operator_dial
 from supervisor.cluster import ClusterSupervisor
@@ -74,7 +75,7 @@ class FuzzRun:
         rows = []
         for target in chosen:
             rows.append(await self._row(target, inputs, lasts_s / len(chosen)))
-            _say(json.dumps(rows[-1]))
+            say(json.dumps(rows[-1]))
         for target in found:
             await target.close()
         return rows
@@ -120,7 +121,7 @@ async def run(options: argparse.Namespace) -> dict[str, object]:
     """The whole run."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         run_dir = Path(folder) / "run"
-        async with ClusterSupervisor(fuzzed_config(run_dir), say=_say) as cluster:
+        async with ClusterSupervisor(fuzzed_config(run_dir), say=say) as cluster:
             rows = await FuzzRun(cluster, run_dir).measure(
                 options.inputs, only=options.only, seed=options.seed, lasts_s=options.minutes * 60
             )
@@ -131,10 +132,6 @@ async def run(options: argparse.Namespace) -> dict[str, object]:
         "targets": rows,
         "holds": all(row["holds"] for row in rows),
     }
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -24,6 +24,7 @@ from typing import Any
 from bench.headline.agents import AgentLoad, run_agents
 from bench.headline.report import as_table, compare, knee
 from bench.headline.variants import COMPARISONS, Variant, cluster_of, options_of, set_cores
+from bench.progress import say
 from bench.request_log import summarise
 from bench.serve.model import make_serve_model
 from libs.common.cluster.worker_record import Role
@@ -48,7 +49,7 @@ async def measure_variant(
             prefill=arguments.prefill,
             decode=arguments.decode,
         )
-        async with ClusterSupervisor(config, say=_say) as cluster:
+        async with ClusterSupervisor(config, say=say) as cluster:
             record = cluster.record()
             workers = [p for p in record.processes if p.role in (Role.PREFILL, Role.DECODE)]
             has_cores = set_cores([p.pid for p in workers if p.pid is not None])
@@ -87,7 +88,7 @@ async def run(arguments: argparse.Namespace, model: Path) -> dict[str, Any]:
                 runs[variant.name].append(await measure_variant(variant, load, arguments, model))
         rows = by_rate[rate] = compare(runs[names[0]], runs[names[1]])
         results["rates"][str(rate)] = {"rows": rows, "runs": runs}
-        _say(f"\n{rate:g} sessions a second\n{as_table(names, rows)}\n")
+        say(f"\n{rate:g} sessions a second\n{as_table(names, rows)}\n")
     results["goodput_falls_at"] = knee(by_rate, least_share=FALLING_SHARE)
     return results
 
@@ -137,10 +138,6 @@ def _rates(text: str) -> list[float]:
     if not rates or min(rates) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of rates such as 0.1,0.2")
     return rates
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -14,7 +14,6 @@ import hashlib
 import random
 import signal
 import sqlite3
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -24,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from bench.progress import say
 from bench.serve.workloads import WORDS
 from libs.common.cluster.worker_record import Role
 from libs.database.database import Database, open_database
@@ -74,7 +74,7 @@ async def _measure(
         extra_arguments={Role.ROUTER: ("--database", url)} if server is not None else {},
     )
     began_s = time.monotonic()
-    async with ClusterSupervisor(config, say=lambda line: print(line, file=sys.stderr)) as cluster:
+    async with ClusterSupervisor(config, say=say) as cluster:
         routers = [p.endpoint for p in cluster.record().processes if p.role == Role.ROUTER]
         killer = Killer(cluster, server, random.Random(options.seed), every_s=options.kill_every_s)
         database = open_database(url)
@@ -118,7 +118,7 @@ async def _submit(client: AsyncClient, n_jobs: int, seed: int) -> list[str]:
                 ids += [job.id for job in await client.jobs.submit(bodies, options=options)]
                 break
             except SlipstreamError as error:
-                print(f"submits again: {error}", file=sys.stderr)
+                say(f"submits again: {error}")
                 await asyncio.sleep(1.0)
     return ids
 

@@ -6,10 +6,10 @@ import argparse
 import asyncio
 import contextlib
 import random
-import sys
 import tempfile
 from pathlib import Path
 
+from bench.progress import say
 from bench.request_log import RequestLog, percentiles
 from bench.serve.workloads import WORDS, measure
 from slipstream.async_client import AsyncClient
@@ -26,7 +26,7 @@ async def measure_live(options: argparse.Namespace) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as run_dir:
         config = ClusterConfig(run_dir=Path(run_dir), decode=1, draft_model=None, drafters=0)
         async with contextlib.AsyncExitStack() as stack:
-            supervisor = ClusterSupervisor(config, say=lambda line: print(line, file=sys.stderr))
+            supervisor = ClusterSupervisor(config, say=say)
             cluster = await stack.enter_async_context(supervisor)
             client = await stack.enter_async_context(AsyncClient(cluster.record().router_grpc))
             await _round(client, options, seed=0)  # warms caches and forecasts

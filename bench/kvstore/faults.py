@@ -20,7 +20,6 @@ import os
 import random
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -31,6 +30,7 @@ from typing import Any
 
 from bench.faults.faulty_disk import FaultyDisk
 from bench.ledgers import held, statuses
+from bench.progress import say
 from bench.request_log import percentiles
 from bench.serve.workloads import WORDS
 from libs.common.cluster.worker_record import Role
@@ -117,7 +117,7 @@ class FaultBench:
             texts = [self._text() for _ in range(self._shape.rounds)]
             await self._store(texts)
             rows.append(await self._fault(name, texts, strike, heal))
-            print(rows[-1], file=sys.stderr, flush=True)
+            say(str(rows[-1]))
         return rows
 
     def _faults(self) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:

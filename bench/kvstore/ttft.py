@@ -19,7 +19,6 @@ import asyncio
 import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ from typing import Any
 import grpc
 
 from bench.ledgers import held, statuses
+from bench.progress import say
 from bench.serve.workloads import WORDS
 from slipstream.async_client import AsyncClient
 from slipstream.operator_access import operator_dial
@@ -76,7 +76,7 @@ class TtftBench:
                 rows.append(_row(scenario, n_tokens, talks))
                 if set(rows[-1]["tiers"]) != {scenario} - {"nothing"}:
                     raise RuntimeError(f"the KV of {scenario} did not come from there: {rows[-1]}")
-                print(rows[-1], file=sys.stderr, flush=True)
+                say(str(rows[-1]))
         return rows
 
     async def _calibrate(self) -> None:

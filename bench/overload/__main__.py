@@ -33,6 +33,7 @@ import grpc
 
 from bench.ledgers import wait_until_idle
 from bench.overload.load import Outcomes, OverloadClient, RequestShape, check_grpc_refusal, refusal_quantiles
+from bench.progress import say
 from bench.request_log import percentiles
 from bench.router.rig import cpu_seconds, make_model
 from libs.common.cluster.worker_record import Role
@@ -250,7 +251,7 @@ async def run(options: argparse.Namespace) -> Report:
         config = overload_config(
             Path(folder) / "run", decode_pace_s=options.decode_pace_ms / 1e3, model=model
         )
-        async with ClusterSupervisor(config, say=lambda line: print(line, file=sys.stderr)) as cluster:
+        async with ClusterSupervisor(config, say=say) as cluster:
             record = cluster.record()
             async with OverloadClient(record.router_grpc, record.router_http) as client:
                 return await Overload(cluster, client, options).report()

@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 import shutil
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import aiohttp
 
+from bench.progress import say
 from libs.common.cluster.fingerprint import TEMPLATE, Fingerprint, tokenizer_digest
 from libs.common.cluster.worker_record import Role
 from slipstream.operator_access import operator_dial
@@ -126,9 +126,7 @@ async def fake_cluster(
         api_keys=api_keys,
         extra_arguments={**dict.fromkeys(workers, of_workers), Role.ROUTER: of_router},
     )
-    async with ClusterSupervisor(
-        config, say=lambda line: print(line, file=sys.stderr, flush=True)
-    ) as cluster:
+    async with ClusterSupervisor(config, say=say) as cluster:
         yield cluster
 
 

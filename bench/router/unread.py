@@ -35,6 +35,7 @@ from typing import Any
 import aiohttp
 
 from bench.ledgers import statuses, wait_until_idle
+from bench.progress import say
 from services.router.request.model_card import load_model_card
 from slipstream.api_key_file import add_key
 from slipstream.operator_access import operator_dial
@@ -199,7 +200,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         keys = Path(folder) / "keys.toml"
         attacker, healthy = (add_key(keys, name=name, tenant=name) for name in ("attacker", "healthy"))
         config = ClusterConfig(run_dir=Path(folder) / "run", api_keys=keys)
-        async with ClusterSupervisor(config, say=_say) as cluster:
+        async with ClusterSupervisor(config, say=say) as cluster:
             record = cluster.record()
             stops = load_model_card(Path(record.model)).stop_token_ids
             dial, endpoints = operator_dial(Path(record.run_dir)), record.service_endpoints()
@@ -234,10 +235,6 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
                     found[way]["leaked"] = await wait_until_idle(endpoints, problems, dial, timeout_s=60.0)
                     found[way]["still_held"] = problems
     return found
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def main() -> int:

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.headline import __main__ as headline
+from bench.progress import say
 from bench.request_log import summarise
 from bench.serve.drafts import DraftRuns, DraftsWay, compare_drafts
 from bench.serve.prompt_lengths import as_table, long_context_model, run_lengths
@@ -234,9 +235,7 @@ async def run_up(arguments: argparse.Namespace, run_dir: Path) -> list[dict[str,
         decode=arguments.decode,
         drafters=None if drafts else 0,
     )
-    async with ClusterSupervisor(
-        config, say=lambda line: print(line, file=sys.stderr, flush=True)
-    ) as cluster:
+    async with ClusterSupervisor(config, say=say) as cluster:
         record = cluster.record()
         return await run(arguments, record.router_grpc, record)
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.progress import say
 from bench.request_log import RequestLog
 from bench.serve.workloads import held_out_turns, run_turns
 from libs.common.cluster.worker_record import Role
@@ -85,7 +85,7 @@ async def compare_drafts(runs: DraftRuns, folder: Path) -> list[dict[str, Any]]:
         records: list[ClusterRecord] = []
         for number, way in enumerate(runs.ways):
             config = cluster_config(folder / str(number), way, runs.pace_ms)
-            cluster = await stack.enter_async_context(ClusterSupervisor(config, say=_say))
+            cluster = await stack.enter_async_context(ClusterSupervisor(config, say=say))
             records.append(cluster.record())
         clients = [await stack.enter_async_context(AsyncClient(record.router_grpc)) for record in records]
         for client in clients:
@@ -99,7 +99,7 @@ async def compare_drafts(runs: DraftRuns, folder: Path) -> list[dict[str, Any]]:
                 for i in _rotated(range(len(runs.ways)), round_):
                     samples[i].append(await _sample(clients[i], records[i], runs, streams, first))
                     rounded = {name: round(value, 3) for name, value in samples[i][-1].items()}
-                    _say(f"{streams} streams, {runs.ways[i].name}: {rounded}")
+                    say(f"{streams} streams, {runs.ways[i].name}: {rounded}")
             reports += _reports(runs, streams, samples)
         return reports
 
@@ -180,7 +180,3 @@ def process_cpu_s(pid: int) -> float:
 def _rotated(items: range, by: int) -> list[int]:
     shift = by % len(items)
     return [*items[shift:], *items[:shift]]
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
