@@ -37,6 +37,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from bench.gpu.counting.model_shapes import KIMI_K25_CONFIG
 from bench.medians import medians_of, print_medians
 from libs.engine.kernels.device import open_device
 from libs.engine.model.checkpoint import Checkpoint
@@ -52,18 +53,18 @@ _QUANTIZATIONS: dict[str, Literal["int4", "fp8", "none"]] = {"int4": "int4", "bf
 FORMATS = tuple(_QUANTIZATIONS)
 _WIDE_BYTES = 1e9
 # One dense layer and two of experts with the matrices of Kimi-K2.5; the vocabulary and the dense MLP are cut.
-_WIDE_CONFIG = BENCH_CONFIG | {
-    "hidden_size": 7168,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "intermediate_size": 2048,
-    "moe_intermediate_size": 2048,
-}
+_MATRICES = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "moe_intermediate_size",
+)
+_WIDE_CONFIG = BENCH_CONFIG | {key: KIMI_K25_CONFIG[key] for key in _MATRICES} | {"intermediate_size": 2048}
 _N_LAYERS = 3
 _PIECE_BYTES = 4 << 20
 _COPY_BYTES = 256 << 20

@@ -8,7 +8,7 @@ from typing import Any
 from libs.engine.model_spec.config import ModelConfig, parse_config
 from tests.support.random_checkpoint import TINY_CONFIG
 
-_KIMI_K25: dict[str, Any] = {
+KIMI_K25_CONFIG: dict[str, Any] = {
     "vocab_size": 163840,
     "hidden_size": 7168,
     "num_hidden_layers": 61,
@@ -29,7 +29,7 @@ _KIMI_K25: dict[str, Any] = {
     "max_position_embeddings": 262144,
     "rope_theta": 50000.0,
 }
-_MOONLIGHT = _KIMI_K25 | {
+_MOONLIGHT = KIMI_K25_CONFIG | {
     "hidden_size": 2048,
     "num_hidden_layers": 27,
     "num_attention_heads": 16,
@@ -47,7 +47,7 @@ _MOONLIGHT = _KIMI_K25 | {
 
 def kimi_k25_cut() -> ModelConfig:
     """Kimi-K2.5 with 8 of its 61 layers, the first of them dense: 69 GiB of weights."""
-    return replace(parse_config(_KIMI_K25), n_layers=8)
+    return replace(parse_config(KIMI_K25_CONFIG), n_layers=8)
 
 
 def moonlight() -> ModelConfig:
