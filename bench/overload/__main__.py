@@ -35,10 +35,10 @@ from bench.ledgers import wait_until_idle
 from bench.overload.load import Outcomes, OverloadClient, RequestShape, check_grpc_refusal, refusal_quantiles
 from bench.progress import say
 from bench.request_log import percentiles
+from bench.router.load import generate_request
 from bench.router.rig import cpu_seconds, make_model
 from libs.common.cluster.worker_record import Role
 from slipstream.operator_access import operator_dial
-from slipstream.requests import chat_request
 from slipstream.rpc.dial import dial
 from slipstream.v1 import router_pb2
 from supervisor.cluster import ClusterSupervisor
@@ -148,7 +148,8 @@ class Overload:
         record = self._cluster.record()
         async with dial(record.router_grpc) as channel:
             generate: Any = channel.unary_stream("/slipstream.v1.RouterService/Generate")
-            held = [generate(_request("hold on", max_tokens=4000)) for _ in range(PLACES)]
+            holding = generate_request([{"role": "user", "content": "hold on"}], 4000)
+            held = [generate(holding) for _ in range(PLACES)]
             try:
                 for call in held:
                     await call.read()
@@ -203,12 +204,6 @@ def _window_report(outcomes: Outcomes, wall_s: float, cpu_s: float) -> Report:
     }
 
 
-def _request(words: str, *, max_tokens: int = 16, reject_if_busy: bool = False) -> bytes:
-    request = chat_request([{"role": "user", "content": words}], {"reject_if_busy": reject_if_busy})
-    request.sampling.max_tokens, request.sampling.ignore_eos = max_tokens, True
-    return request.SerializeToString()
-
-
 def _tools(count: int, number: int) -> bytes:
     """Wire bytes that append tools to a serialised request; protobuf merges the two."""
     request = router_pb2.GenerateRequest()
@@ -224,7 +219,8 @@ def _tools(count: int, number: int) -> bytes:
 
 async def probe(endpoint: str, kind: str, *, seconds: float, every_s: float) -> Report:
     """Send requests with `reject_if_busy` one at a time; admitted ones are cancelled at once."""
-    data = _request(" ".join(["order"] * (_LONG_WORDS if kind == "32k" else 8)), reject_if_busy=True)
+    words = " ".join(["order"] * (_LONG_WORDS if kind == "32k" else 8))
+    data = generate_request([{"role": "user", "content": words}], 16, reject_if_busy=True)
     tools = iter(range(10**9))  # each request has other tools
     refused_ms: list[float] = []
     sent, end_s = 0, time.monotonic() + seconds

@@ -51,7 +51,7 @@ class GrpcTarget:
                 texts.extend(event.delta.text for event in _events(data))
             last = data
 
-        request, metadata = _request(messages, max_tokens), _metadata(session)
+        request, metadata = generate_request(messages, max_tokens), _metadata(session)
         connection = await self._connection()
         await connection.call(GENERATE, request, take, metadata=metadata)
         # A refusal has no message, and an incomplete answer has no usage.
@@ -91,8 +91,9 @@ class GrpcTarget:
             connection.close()
 
 
-def _request(messages: Messages, max_tokens: int) -> bytes:
-    request = chat_request(messages, {})
+def generate_request(messages: Messages, max_tokens: int, *, reject_if_busy: bool = False) -> bytes:
+    """A message of Generate whose answer has so many tokens."""
+    request = chat_request(messages, {"reject_if_busy": reject_if_busy})
     request.sampling.max_tokens = max_tokens
     request.sampling.ignore_eos = True
     return request.SerializeToString()

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.process_memory import pss_bytes
 from bench.request_log import RequestLog
 from bench.serve.workloads import WORDS, measure
 from slipstream.async_client import AsyncClient
@@ -106,15 +107,6 @@ def memory_of(record: ClusterRecord) -> dict[str, Any]:
         if process.pid is not None:
             memory[process.role] = memory.get(process.role, 0.0) + pss_bytes(process.pid) / 1e6
     return {"memory_mb": {role: round(mb) for role, mb in memory.items()}}
-
-
-def pss_bytes(pid: int) -> int:
-    """Proportional set size of a process; 0 if it is gone."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
 def as_table(reports: Sequence[Mapping[str, Any]]) -> str:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.medians import medians_of, print_medians
+from bench.process_memory import pss_bytes
 from libs.common.cluster.worker_record import Role
 from supervisor import process_stats
 from supervisor.cluster import ClusterSupervisor
@@ -52,16 +53,6 @@ def cpu_s() -> float:
     return total
 
 
-def pss_bytes() -> int:
-    """Proportional memory of the descendants of this process."""
-    total = 0
-    for pid in descendants(os.getpid()):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                total += int(line.split()[1]) << 10
-    return total
-
-
 async def measure(config: ClusterConfig) -> dict[str, float]:
     """Start a cluster, restart a worker, and stop it."""
     began_cpu_s = cpu_s()
@@ -69,7 +60,7 @@ async def measure(config: ClusterConfig) -> dict[str, float]:
         row = {
             "start_s": cluster.ready_s or 0.0,
             "start_cpu_s": cpu_s() - began_cpu_s,
-            "pss_mb": pss_bytes() / 1e6,
+            "pss_mb": sum(map(pss_bytes, descendants(os.getpid()))) / 1e6,
         }
         first = cluster.record().find(_WORKER).pid
         cluster.kill(_WORKER)

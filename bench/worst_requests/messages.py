@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from slipstream import bounds
 from slipstream.v1 import jobs_pb2, router_pb2
+from tests.support.fuzz.message_fuzzer import varint
 
 _ROOM = 200
 GENERATE = "/slipstream.v1.RouterService/Generate"
@@ -29,15 +30,7 @@ def _generate(make: Callable[[], bytes]) -> GrpcRequest:
 def _repeated(item: bytes, *, around: bytes = b"\x12") -> bytes:
     """A field of the request (2 is `chat`) with this encoded item as often as it fits."""
     inside = item * ((bounds.MAX_BODY_BYTES - _ROOM) // len(item))
-    return around + _varint(len(inside)) + inside
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*out, value])
+    return around + varint(len(inside)) + inside
 
 
 def _request() -> router_pb2.GenerateRequest:
@@ -65,7 +58,7 @@ def _parameters(text: str, count: int) -> bytes:
 def _prompt(text: bytes) -> bytes:
     prompt = text * ((bounds.MAX_BODY_BYTES - _ROOM) // len(text))
     number = router_pb2.GenerateRequest.PROMPT_FIELD_NUMBER
-    return bytes([number << 3 | 2]) + _varint(len(prompt)) + prompt
+    return bytes([number << 3 | 2]) + varint(len(prompt)) + prompt
 
 
 def _calling() -> bytes:
@@ -109,7 +102,7 @@ def _body(n_bytes: int) -> bytes:
 _GENERATE_KINDS: dict[str, Callable[[], bytes]] = {
     "4096 tool calls": _calling,
     "empty messages": lambda: _repeated(b"\x0a\x00"),
-    "empty content parts": lambda: _repeated(b"\x12\x00", around=b"\x12" + _varint(8 << 20) + b"\x0a"),
+    "empty content parts": lambda: _repeated(b"\x12\x00", around=b"\x12" + varint(8 << 20) + b"\x0a"),
     "unknown fields": lambda: _repeated(b"\xf8\x07\x01"),
     "parameters, 8 MiB of lists": lambda: _parameters('{"a":[' + "[]," * (8 << 18) + "0]}", 1),
     "parameters, deep": lambda: _parameters('{"a":' * 90_000, 1),

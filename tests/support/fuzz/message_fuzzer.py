@@ -132,15 +132,13 @@ class MessageFuzzer:
             elif kind == 2:
                 damaged[at:at] = rng.randbytes(rng.randint(1, 8))
             elif kind == 3:  # an unknown field
-                damaged += _varint(rng.randint(1, 5000) << 3 | _VARINT) + _varint(rng.getrandbits(64))
+                damaged += varint(rng.randint(1, 5000) << 3 | _VARINT) + varint(rng.getrandbits(64))
             elif kind == 4:  # a length beyond the end
-                damaged += _varint(rng.randint(1, 20) << 3 | _LEN) + _varint(
-                    rng.choice((1, 1 << 31, 1 << 40))
-                )
+                damaged += varint(rng.randint(1, 20) << 3 | _LEN) + varint(rng.choice((1, 1 << 31, 1 << 40)))
             elif kind == 5:  # a field of another type, or text that is no UTF-8
-                damaged += _varint(rng.randint(1, 20) << 3 | _LEN) + b"\x02\xc3\x28"
+                damaged += varint(rng.randint(1, 20) << 3 | _LEN) + b"\x02\xc3\x28"
             else:  # groups, and types that do not exist
-                damaged += _varint(rng.randint(1, 20) << 3 | rng.randint(3, 7)) + struct.pack("<I", at)
+                damaged += varint(rng.randint(1, 20) << 3 | rng.randint(3, 7)) + struct.pack("<I", at)
         return bytes(damaged)
 
 
@@ -149,7 +147,8 @@ def metadata(rng: random.Random, values: Mapping[str, Sequence[str | bytes]]) ->
     return tuple((name, rng.choice(of_name)) for name, of_name in values.items() if rng.random() < 0.3)
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
+    """The number as protobuf writes it."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
