@@ -14,6 +14,7 @@ import grpc
 from slipstream.batches.calls import AsyncBatches
 from slipstream.batches.file_calls import AsyncFiles
 from slipstream.calls.callers import Metadata
+from slipstream.calls.generation import begin_generation
 from slipstream.calls.losses import UnaryTries
 from slipstream.calls.refusals import MAX_RETRIES
 from slipstream.client import DEFAULT_TIMEOUT_S, call_metadata, check_tls
@@ -282,20 +283,13 @@ class AsyncClient:
 
     def _generate(self, request: router_pb2.GenerateRequest, arguments: GenerateArguments) -> AsyncStream:
         metadata = call_metadata(self._api_key, arguments.get("session"), arguments.get("headers", {}))
-        now_s = time.monotonic()
-        resumption = Resumption(
+        resumption, call = begin_generation(
             request,
-            now_s=now_s,
-            deadline_s=now_s + arguments.get("timeout_s", self._timeout_s),
-            within_s=self._resume_within_s,
+            metadata,
+            timeout_s=arguments.get("timeout_s", self._timeout_s),
+            resume_within_s=self._resume_within_s,
             max_retries=self._max_retries,
         )
-
-        def call(stub: Any, resumption: Resumption) -> Any:
-            timeout_s = resumption.left_s(time.monotonic())
-            pairs = (*metadata, *resumption.metadata.items())
-            return stub.Generate(resumption.request(), timeout=timeout_s, metadata=pairs)
-
         return AsyncStream(resumption, self._endpoints, call)
 
     async def _unary(self, method: str, request: Any, timeout_s: float) -> Any:
