@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from libs.common.runtime.futures import pass_outcome
 from libs.engine.step.types import SequenceSpec
 from libs.structured.constraint import GrammarConstraint
 from libs.structured.constraints import ConstraintFactory
@@ -83,14 +84,7 @@ class SequenceGrammars:
     ) -> None:
         self._n_free += 1
         self._queue.end(tenant)
-        error = asyncio.CancelledError() if running.cancelled() else running.exception()
-        if not made.done():
-            if error is None:
-                made.set_result(running.result())
-            elif isinstance(error, asyncio.CancelledError):
-                made.cancel()
-            else:
-                made.set_exception(error)
+        pass_outcome(running, made)
         self._start()
 
     def _load(self) -> GrammarVocabulary:

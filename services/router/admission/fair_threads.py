@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from libs.common.runtime.futures import pass_outcome
 from libs.common.service_bounds import MAX_WAITING_WORK, RETRY_AFTER_S
 from services.router.admission.fair_queue import FairQueue
 from slipstream.errors import DeadlineExceeded, Overloaded
@@ -100,12 +101,5 @@ class FairThreads:
 
     def _ended(self, future: asyncio.Future[Any], running: asyncio.Future[Any]) -> None:
         self._free += 1
-        error = asyncio.CancelledError() if running.cancelled() else running.exception()
-        if not future.done():
-            if error is None:
-                future.set_result(running.result())
-            elif isinstance(error, asyncio.CancelledError):
-                future.cancel()
-            else:
-                future.set_exception(error)
+        pass_outcome(running, future)
         self._start()
