@@ -41,3 +41,16 @@ def fake(tmp_path: Path) -> FakeCluster:
         folder.mkdir()
     (model / "config.json").write_text("{}")
     return FakeCluster(fake_config(run_dir, model))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
+    """The configurations of clusters that would have been started."""
+    found: list[ClusterConfig] = []
+
+    async def note(config: ClusterConfig) -> int:
+        found.append(config)
+        return 0
+
+    monkeypatch.setattr("supervisor.commands.up.run_cluster", note)
+    return found

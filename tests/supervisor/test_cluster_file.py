@@ -22,19 +22,6 @@ EXAMPLE = ROOT / "docs" / "examples" / "cluster.toml"
 PEMS = ROOT / "tests" / "support" / "tls"
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
-    """The configurations of clusters that would have been started."""
-    found: list[ClusterConfig] = []
-
-    async def note(config: ClusterConfig) -> int:
-        found.append(config)
-        return 0
-
-    monkeypatch.setattr("supervisor.commands.up.run_cluster", note)
-    return found
-
-
 def up(started: list[ClusterConfig], path: Path, *arguments: str) -> ClusterConfig:
     done = CliRunner().invoke(app, ["up", "--config", str(path), *arguments])
     assert done.exit_code == 0, done.exception

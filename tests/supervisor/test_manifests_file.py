@@ -38,19 +38,6 @@ def mounted(tmp_path: Path) -> Path:
     return mounted
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
-    """The configurations of clusters that would have been started."""
-    found: list[ClusterConfig] = []
-
-    async def note(config: ClusterConfig) -> int:
-        found.append(config)
-        return 0
-
-    monkeypatch.setattr("supervisor.commands.up.run_cluster", note)
-    return found
-
-
 def up(path: Path, *flags: str) -> Any:
     run_dir = path.parent / "run"
     return CliRunner().invoke(app, ["up", "--run-dir", str(run_dir), "--config", str(path), *flags])

@@ -32,8 +32,9 @@ PRINTED = {
 }
 
 
-def test_the_python_example_runs(cluster: LocalCluster) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def output_of_snippet(page: Path, cluster: LocalCluster) -> str:
+    """What the one Python snippet of a page prints, at the cluster."""
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert "127.0.0.1:7000" in code
     done = subprocess.run(
         [sys.executable, "-c", code.replace("127.0.0.1:7000", cluster.grpc)],
@@ -43,22 +44,17 @@ def test_the_python_example_runs(cluster: LocalCluster) -> None:
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
-    cached = re.findall(r"^\d+ prompt tokens, (\d+) cached$", done.stdout, re.MULTILINE)
-    assert cached[1:] == ["64"], done.stdout
+    return done.stdout
+
+
+def test_the_python_example_runs(cluster: LocalCluster) -> None:
+    said = output_of_snippet(ROOT / "README.md", cluster)
+    cached = re.findall(r"^\d+ prompt tokens, (\d+) cached$", said, re.MULTILINE)
+    assert cached[1:] == ["64"], said
 
 
 def test_the_snippet_of_the_page_of_jobs_runs(cluster: LocalCluster) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "jobs.md").read_text(), re.DOTALL)
-    assert "127.0.0.1:7000" in code
-    done = subprocess.run(
-        [sys.executable, "-c", code.replace("127.0.0.1:7000", cluster.grpc)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    assert output_of_snippet(ROOT / "docs" / "jobs.md", cluster).strip()
 
 
 def test_the_curl_line_answers(cluster: LocalCluster) -> None:

@@ -19,19 +19,6 @@ from supervisor.plan import ClusterConfig, plan_services
 PEMS = Path(__file__).parents[2] / "support" / "tls"
 
 
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
-    """The configurations of clusters that would have been started."""
-    found: list[ClusterConfig] = []
-
-    async def note(config: ClusterConfig) -> int:
-        found.append(config)
-        return 0
-
-    monkeypatch.setattr("supervisor.commands.up.run_cluster", note)
-    return found
-
-
 def test_keys_certificates_and_etcd_access_are_flags(tmp_path: Path, started: list[ClusterConfig]) -> None:
     files = [tmp_path / name for name in ("etcd-ca", "password", "keys", "prompt", "prices")]
     for file in files:
