@@ -48,11 +48,6 @@ class Cut:
         return ParallelSizes(self.tp // (self.kv * self.dp), self.pp, self.ep, self.dp, self.kv)
 
     @property
-    def is_attention_copied(self) -> bool:
-        """Whether groups of cards, or single ones, attend for different sequences."""
-        return self.dp > 1
-
-    @property
     def attention_cards(self) -> int:
         """Cards that share the attention of a sequence."""
         return self.tp // self.dp

@@ -18,7 +18,6 @@ LONGEST_PAUSE_S = 2.0
 ANSWER_S = 2.0
 # gRPC's own, between two attempts to connect: the first one and the longest.
 CHANNEL_PAUSE_MS = (100, 2_000)
-CHANNEL_JITTER = 0.2
 # The client's ping detects a connection that the network dropped silently: it is sent after PING_S of silence
 # and unanswered after PING_ANSWER_S.
 PING_S = 1.5

@@ -27,7 +27,6 @@ from services.decode import speculation
 from slipstream import resume
 from slipstream.rpc.backoff import (
     ANSWER_S,
-    CHANNEL_JITTER,
     CHANNEL_PAUSE_MS,
     HEAL_S,
     LONGEST_PAUSE_S,
@@ -41,6 +40,7 @@ from tests.support.network.fault_proxy import FaultProxy
 
 ROOT = Path(__file__).parents[2]
 # A retry loop of ours over a channel of gRPC: a call fails at once while the channel waits.
+CHANNEL_JITTER = 0.2  # of gRPC
 CHANNEL_S = CHANNEL_PAUSE_MS[1] / 1e3 * (1 + CHANNEL_JITTER)
 
 

@@ -96,13 +96,8 @@ class LeaseSession:
         self._wanted[key] = value
         self._touch(key)
 
-    def unset(self, key: str) -> None:
-        """Have the background task delete the key. Returns at once."""
-        if self._wanted.pop(key, None) is not None:
-            self._touch(key)
-
     async def wait_synced(self, *, timeout_s: float) -> None:
-        """Return when etcd has all changes of `set` and `unset`. Raises DeadlineExceeded."""
+        """Return when etcd has all changes of `set`. Raises DeadlineExceeded."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._synced.wait()

@@ -197,23 +197,3 @@ SHORT_METHODS = METHOD_CLASSES.keys() - LONG_METHODS - PIECE_METHODS.keys()
 def most_request_bytes(method: str) -> int | None:
     """The bound of one message of a method, as "/service/method"; None: that of its port."""
     return GRPC_SHORT_REQUEST_BYTES if method in SHORT_METHODS else PIECE_METHODS.get(method)
-
-
-def markdown_tables() -> str:
-    """The tables as `docs/security.md` shows them."""
-    lines = ["| gRPC service | " + " | ".join(CallerClass) + " |", "| --- |" + " --- |" * len(CallerClass)]
-    for service, methods in RPC_CLASSES.items():
-        cells = [
-            ", ".join(f"`{method}`" for method, kind in methods.items() if kind is column)
-            for column in CallerClass
-        ]
-        lines.append(f"| `{service.rpartition('.')[2]}` | " + " | ".join(cells) + " |")
-    lines += ["", "| HTTP | route | class |", "| --- | --- | --- |"]
-    ports = {
-        "router, public": HTTP_CLASSES,
-        "every service, admin": HTTP_SERVICE_CLASSES,
-        "router, admin": HTTP_ROUTER_CLASSES,
-    }
-    for port, routes in ports.items():
-        lines += [f"| {port} | `{route}` | {kind} |" for route, kind in routes.items()]
-    return "\n".join(lines) + "\n"

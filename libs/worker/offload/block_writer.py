@@ -79,7 +79,6 @@ class BlockWriter:
         self._closed = False
         self.pinned_blocks = 0
         self.reservations = 0
-        self.stored_blocks = 0
         self.dropped_blocks = 0
 
     def offer(
@@ -214,7 +213,6 @@ class BlockWriter:
                 finally:
                     self._exporter.release(exported)
                 stored = len(unpack_hashes(answer.committed))
-                self.stored_blocks += stored
                 self.dropped_blocks += len(exported) - stored
                 n_left -= stored
                 chosen = chosen[len(exported) :]

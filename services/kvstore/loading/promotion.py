@@ -105,11 +105,6 @@ class Promoter:
         return self._disks.tiers
 
     @property
-    def n_running(self) -> int:
-        """Number of memory slots that a disk may write to."""
-        return len(self._running)
-
-    @property
     def quarantined_bytes(self) -> int:
         """Memory that unavailable disks may still write to. Its readers no longer wait."""
         return sum(n_bytes for tier, n_bytes in self._loading_bytes.items() if tier.unavailable)

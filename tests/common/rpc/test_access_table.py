@@ -10,10 +10,37 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 import slipstream.v1
-from libs.common.rpc.access_table import METHOD_CLASSES, RPC_CLASSES, markdown_tables
+from libs.common.rpc.access_table import (
+    HTTP_CLASSES,
+    HTTP_ROUTER_CLASSES,
+    HTTP_SERVICE_CLASSES,
+    METHOD_CLASSES,
+    RPC_CLASSES,
+)
 from slipstream.keda import externalscaler_pb2
+from slipstream.rpc.caller_class import CallerClass
 
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"
+
+
+def markdown_tables() -> str:
+    """The tables as `docs/security.md` shows them."""
+    lines = ["| gRPC service | " + " | ".join(CallerClass) + " |", "| --- |" + " --- |" * len(CallerClass)]
+    for service, methods in RPC_CLASSES.items():
+        cells = [
+            ", ".join(f"`{method}`" for method, kind in methods.items() if kind is column)
+            for column in CallerClass
+        ]
+        lines.append(f"| `{service.rpartition('.')[2]}` | " + " | ".join(cells) + " |")
+    lines += ["", "| HTTP | route | class |", "| --- | --- | --- |"]
+    ports = {
+        "router, public": HTTP_CLASSES,
+        "every service, admin": HTTP_SERVICE_CLASSES,
+        "router, admin": HTTP_ROUTER_CLASSES,
+    }
+    for port, routes in ports.items():
+        lines += [f"| {port} | `{route}` | {kind} |" for route, kind in routes.items()]
+    return "\n".join(lines) + "\n"
 
 
 def contract() -> dict[str, list[str]]:

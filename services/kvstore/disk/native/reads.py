@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 MISMATCH = 1
 FOLLOWED, DIRECT = 1, 2  # the next part is its neighbour; the file uses direct I/O
 PART = struct.Struct("<QiIqQQQ16s")
-MOST_AT_DISK = 16  # reads, as in the library
 _POLLED_AT_ONCE = 256
 
 

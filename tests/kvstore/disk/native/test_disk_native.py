@@ -21,7 +21,7 @@ from libs.common.checksum import KvChecksum, checksum
 from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemory
 from services.kvstore.disk.native import library as compiled
 from services.kvstore.disk.native.library import native_library
-from services.kvstore.disk.native.reads import DIRECT, MISMATCH, MOST_AT_DISK, PART, NativePool, NativeReader
+from services.kvstore.disk.native.reads import DIRECT, MISMATCH, PART, NativePool, NativeReader
 from services.kvstore.disk.queues.queue import DiskQueue, Ended
 from services.kvstore.disk.queues.writes import ThreadedWriter
 from services.kvstore.disk.segments.files import BlockRead, SegmentFiles
@@ -34,6 +34,7 @@ from services.kvstore.dram.slots import Slot
 from slipstream.errors import DataCorrupt, FailedPrecondition, Unavailable
 
 N_SLOTS = 12
+MOST_AT_DISK = 16  # reads, as in the library
 RING_SETUP = 425  # io_uring's calls have the same numbers on all machines
 SEGMENT_BYTES = N_SLOTS * 2 * PAGE_BYTES
 
