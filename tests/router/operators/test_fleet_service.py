@@ -35,7 +35,7 @@ async def running_fleet(card: ModelCard, **options: Any) -> AsyncIterator[tuple[
     """A router and one decode worker that it sees."""
     discovery = InMemoryDiscovery()
     worker = FakeWorker(Role.DECODE, "decode-0", discovery)
-    worker.held = {"a", "b", "c"}
+    worker.held.update({"a", "b", "c"})
     async with running_router(card, discovery, **options) as router:
         await worker.start()
         await eventually(lambda: any(link.ready for link in router.fleet.links()))

@@ -19,8 +19,6 @@ from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import (
     WorkerIdentity,
-    WorkerProcess,
-    WorkerService,
 )
 from libs.common.rpc.prefill_server import PrefillServer
 from libs.common.rpc.serve import ServiceHost
@@ -40,40 +38,12 @@ from slipstream.v1 import (
 )
 from tests.router.support.context_bound import ContextBound
 from tests.router.support.fake_model import FakeModel
+from tests.router.support.fake_process import FakeProcess, MutableWorkerService
 from tests.router.support.prompt_pieces import prompt_pieces
 
 BLOCK_TOKENS = 16
 FINGERPRINT = Fingerprint("model", "", "", "float32", BLOCK_TOKENS)
 TOKENS_A_FRAME = 3
-
-
-class MutableWorkerService(WorkerService):
-    """A worker service whose load stream is silent while `load_gate` is cleared."""
-
-    load_gate: asyncio.Event
-
-    async def WatchLoad(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchLoadResponse]:
-        async for response in super().WatchLoad(request, context):
-            await self.load_gate.wait()
-            yield response
-
-
-class FakeProcess(WorkerProcess):
-    """Reports what a fake worker holds, or the load that a test states."""
-
-    def __init__(self, worker: FakeWorker) -> None:
-        self._worker = worker
-        self.stated_load: worker_pb2.LoadReport | None = None
-
-    def load(self) -> worker_pb2.LoadReport:
-        if self.stated_load is not None:
-            report = worker_pb2.LoadReport()
-            report.CopyFrom(self.stated_load)
-            return report
-        return worker_pb2.LoadReport(requests_running=len(self._worker.held))
-
-    def ledger(self) -> worker_pb2.Ledger:
-        return worker_pb2.Ledger(sequences=len(self._worker.held))
 
 
 class FakeWorker(ContextBound):
@@ -98,7 +68,7 @@ class FakeWorker(ContextBound):
         )
         self.report = worker_pb2.LoadReport()
         self.prompts = PromptCache(block_tokens=BLOCK_TOKENS)
-        self.process = FakeProcess(self)
+        self.process = FakeProcess(self.held)
         self.service = MutableWorkerService(identity, self.process)
         self.service.load_gate = asyncio.Event()
         self.service.load_gate.set()
