@@ -34,7 +34,7 @@ from libs.common.telemetry.logs import configure_logging, log_loop_errors
 from libs.common.telemetry.otlp import export_metrics
 from libs.common.telemetry.tracing import configure_tracing
 from libs.database.database import open_database
-from services.router.jobs.webhook_policy import parse_webhook_hosts
+from services.router.jobs.webhooks.policy import parse_webhook_hosts
 from services.router.settings import RouterSettings, parse_names, parse_origins, parse_region_ms
 from slipstream.errors import InvalidArgument, SlipstreamError
 from slipstream.logs.lines import LineFormat

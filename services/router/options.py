@@ -14,7 +14,7 @@ from services.router.api.api_keys import ApiKeys
 from services.router.autoscale.types import AutoscalePolicy
 from services.router.execution.context import RECOVERY_WAIT_S
 from services.router.jobs.types import LONGEST_WAIT_S
-from services.router.jobs.webhook_policy import WebhookHosts
+from services.router.jobs.webhooks.policy import WebhookHosts
 from services.router.request.prompt_salts import PromptSalts
 from services.router.workers.connection import SILENCE_S
 from slipstream import bounds

@@ -17,7 +17,7 @@ from libs.common.service_bounds import MAX_RUNNING_JOBS, MAX_RUNNING_REQUESTS
 from libs.database.database import check_database_url, has_password
 from services.router.autoscale.settings import parse_aims, parse_limits
 from services.router.jobs.types import LONGEST_WAIT_S
-from services.router.jobs.webhook_policy import parse_webhook_hosts
+from services.router.jobs.webhooks.policy import parse_webhook_hosts
 from slipstream.credentials.certificates import TlsFault, check_authority
 from slipstream.credentials.secret_files import exposure
 from slipstream.errors import InvalidArgument

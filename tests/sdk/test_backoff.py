@@ -247,6 +247,6 @@ def test_no_other_retry_pauses_longer() -> None:
         "services/kvstore/pool/agent_client.py: MAX_PAUSE_S": 5.0,
         "services/router/workers/kv_event_subscriber.py: _UNSERVED_RETRY_S": 30.0,
         "services/router/jobs/decisions.py: LONGEST_RETRY_S": 300.0,
-        "services/router/jobs/webhook_message.py: _FIRST_RETRY_S": 5.0,
-        "services/router/jobs/webhook_message.py: _LONGEST_RETRY_S": 3600.0,
+        "services/router/jobs/webhooks/message.py: _FIRST_RETRY_S": 5.0,
+        "services/router/jobs/webhooks/message.py: _LONGEST_RETRY_S": 3600.0,
     }

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from libs.database.database import Database
-from services.router.jobs.webhook_policy import parse_webhook_hosts
+from services.router.jobs.webhooks.policy import parse_webhook_hosts
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.cli.app import build_app

@@ -19,11 +19,12 @@ from aiohttp import web
 from libs.common.telemetry.counters import Counters
 from libs.database.database import open_database
 from libs.database.transaction import SqlTransaction
-from services.router.jobs import webhook_client, webhook_sender
 from services.router.jobs.store import JobLimits
 from services.router.jobs.types import Webhook
-from services.router.jobs.webhook_policy import parse_webhook_hosts
-from services.router.jobs.webhook_resolver import AllowedResolver
+from services.router.jobs.webhooks import client as webhook_client
+from services.router.jobs.webhooks import sender as webhook_sender
+from services.router.jobs.webhooks.policy import parse_webhook_hosts
+from services.router.jobs.webhooks.resolver import AllowedResolver
 from slipstream.errors import Overloaded
 from tests.router.jobs.stores import JobTables
 from tests.router.jobs.test_webhooks import SECRET, Receiver, sender_of, until_counted

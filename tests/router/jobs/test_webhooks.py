@@ -22,10 +22,10 @@ from libs.common.telemetry.counters import Counters
 from libs.database.database import open_database
 from services.router.jobs.decisions import share_deliveries
 from services.router.jobs.types import Webhook
-from services.router.jobs.webhook_message import webhook_headers, webhook_retry_s
-from services.router.jobs.webhook_policy import first_allowed, parse_webhook_hosts
-from services.router.jobs.webhook_resolver import AllowedResolver
-from services.router.jobs.webhook_sender import WebhookSender
+from services.router.jobs.webhooks.message import webhook_headers, webhook_retry_s
+from services.router.jobs.webhooks.policy import first_allowed, parse_webhook_hosts
+from services.router.jobs.webhooks.resolver import AllowedResolver
+from services.router.jobs.webhooks.sender import WebhookSender
 from slipstream.errors import InvalidArgument
 from tests.router.jobs.stores import JobTables
 

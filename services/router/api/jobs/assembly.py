@@ -22,8 +22,8 @@ from services.router.jobs.overview import JobOverview
 from services.router.jobs.pacing import JobPacing
 from services.router.jobs.puller import JobPuller
 from services.router.jobs.store import JobStore
-from services.router.jobs.webhook_policy import WebhookHosts
-from services.router.jobs.webhook_sender import WebhookSender
+from services.router.jobs.webhooks.policy import WebhookHosts
+from services.router.jobs.webhooks.sender import WebhookSender
 from services.router.workers.fleet import RouterFleet
 from slipstream.v1 import worker_pb2
 

@@ -27,7 +27,7 @@ from services.router.jobs.types import (
     JobState,
     Webhook,
 )
-from services.router.jobs.webhook_policy import WebhookHosts
+from services.router.jobs.webhooks.policy import WebhookHosts
 from services.router.request.types import Caller
 from slipstream import errors
 from slipstream.bound import Rule

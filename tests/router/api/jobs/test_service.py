@@ -19,7 +19,7 @@ from services.router.api.jobs import service as service_module
 from services.router.api.responses.store import ResponseStore, StoredResponse
 from services.router.jobs.store import JobStore
 from services.router.jobs.types import Job
-from services.router.jobs.webhook_policy import parse_webhook_hosts
+from services.router.jobs.webhooks.policy import parse_webhook_hosts
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream import bounds, errors

@@ -16,10 +16,10 @@ from libs.database.database import Database
 from libs.database.transaction import SqlTransaction
 from services.router.jobs.decisions import Receiver, share_deliveries
 from services.router.jobs.schema import JOB_SCHEMA
-from services.router.jobs.webhook_client import WebhookUnanswered, post_webhook
-from services.router.jobs.webhook_message import webhook_headers, webhook_retry_s
-from services.router.jobs.webhook_policy import WebhookHosts
-from services.router.jobs.webhook_resolver import AllowedResolver
+from services.router.jobs.webhooks.client import WebhookUnanswered, post_webhook
+from services.router.jobs.webhooks.message import webhook_headers, webhook_retry_s
+from services.router.jobs.webhooks.policy import WebhookHosts
+from services.router.jobs.webhooks.resolver import AllowedResolver
 from slipstream.errors import SlipstreamError
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from functools import cache
 from urllib.parse import quote, urlsplit
 
 from libs.common.job_bounds import WEBHOOK_ANSWER_BYTES
-from services.router.jobs.webhook_policy import SCHEME_PORTS
-from services.router.jobs.webhook_resolver import AllowedResolver
+from services.router.jobs.webhooks.policy import SCHEME_PORTS
+from services.router.jobs.webhooks.resolver import AllowedResolver
 
 _STATUS = re.compile(rb"HTTP/1\.[01] ([1-9][0-9]{2})(?: .*)?\r?\n", re.DOTALL)
 _FIRST_FINAL = 200

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import hmac
 
-from services.router.jobs.webhook_policy import signing_key
+from services.router.jobs.webhooks.policy import signing_key
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 5.0, 3600.0
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from services.router.jobs.webhook_policy import Target, WebhookHosts, first_allowed
+from services.router.jobs.webhooks.policy import Target, WebhookHosts, first_allowed
 
 # A name server that does not answer holds a thread for as long as the resolver of the machine waits.
 _LOOKUPS_AT_ONCE = 16
