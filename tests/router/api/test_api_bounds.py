@@ -12,7 +12,7 @@ import pytest
 from libs.common import api_bounds
 from services.router.api.anthropic.request import parse_messages_body
 from services.router.api.responses.request import EarlierItems, decode_response, parse_response
-from services.router.api.responses.stored_items import page_of
+from services.router.api.responses.stored.items import page_of
 from services.router.api.rpc.generate_message import parse_call
 from slipstream.bound import Bound
 from slipstream.errors import InvalidArgument

@@ -26,8 +26,8 @@ from services.router.api.responses.request import (
     decode_response,
     parse_response,
 )
-from services.router.api.responses.store import ResponseStore, StoredResponse
-from services.router.api.responses.stored_items import items_to_store
+from services.router.api.responses.stored.items import items_to_store
+from services.router.api.responses.stored.store import ResponseStore, StoredResponse
 from services.router.api.responses.writer import ResponsesShape, ResponsesWriter, event_pieces
 from services.router.execution.request_manager import RequestManager
 from services.router.request.model_card import ModelCard

@@ -8,7 +8,7 @@ from libs.database.database import Database
 from services.router.admission.fair_threads import RunPiece
 from services.router.api.responses.background import BackgroundResponses
 from services.router.api.responses.operations import ResponseOperations
-from services.router.api.responses.store import ResponseStore
+from services.router.api.responses.stored.store import ResponseStore
 from services.router.jobs.store import JobStore
 from services.router.request.model_card import ModelCard
 

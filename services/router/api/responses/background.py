@@ -19,8 +19,8 @@ from services.router.api.responses.request import (
     echo_of,
     input_items,
 )
-from services.router.api.responses.store import ResponseStore
-from services.router.api.responses.stored_items import items_to_store, read_response
+from services.router.api.responses.stored.items import items_to_store, read_response
+from services.router.api.responses.stored.store import ResponseStore
 from services.router.api.responses.writer import response_object
 from services.router.jobs.store import JobStore
 from services.router.jobs.types import Job, JobRequest, JobState

@@ -8,7 +8,7 @@ from libs.common import api_bounds
 from services.router.api.json_body import Json
 from services.router.api.responses.background import BackgroundResponses
 from services.router.api.responses.request import EarlierItems, ResponseDraft
-from services.router.api.responses.store import ResponseStore
+from services.router.api.responses.stored.store import ResponseStore
 from slipstream import errors
 
 

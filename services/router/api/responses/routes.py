@@ -21,10 +21,10 @@ from services.router.api.http.ignored_header import ignored_header
 from services.router.api.http.request_reader import RequestReader
 from services.router.api.json_body import Json
 from services.router.api.responses.answer_format import ResponsesBody, ResponsesFormat
-from services.router.api.responses.delivery import send_events
 from services.router.api.responses.errors import error_shape
 from services.router.api.responses.operations import ResponseOperations
-from services.router.api.responses.stored_items import PAGE_ITEMS, page_of
+from services.router.api.responses.stored.delivery import send_events
+from services.router.api.responses.stored.items import PAGE_ITEMS, page_of
 from services.router.execution.request_manager import RequestManager
 from services.router.metering.metering import limited_call
 from services.router.request.model_card import ModelCard

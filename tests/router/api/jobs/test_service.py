@@ -16,7 +16,7 @@ import pytest
 from libs.common import api_bounds, job_bounds
 from libs.database.database import open_database
 from services.router.api.jobs import service as service_module
-from services.router.api.responses.store import ResponseStore, StoredResponse
+from services.router.api.responses.stored.store import ResponseStore, StoredResponse
 from services.router.jobs.store import JobStore
 from services.router.jobs.types import Job
 from services.router.jobs.webhooks.policy import parse_webhook_hosts

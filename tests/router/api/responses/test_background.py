@@ -296,7 +296,7 @@ async def test_long_bodies_are_read_off_the_event_loop(
         decode.gate.clear()
     begun = await ask(http, "POST", PATH, json={**BODY, "user": "x" * 300_000})
     path, loop_thread, threads = f"{PATH}/{begun['id']}", threading.get_ident(), list[int]()
-    for module, name in (("background", "decode_response"), ("replay", "event_pieces")):
+    for module, name in (("background", "decode_response"), ("stored.replay", "event_pieces")):
         original = getattr(importlib.import_module(f"services.router.api.responses.{module}"), name)
 
         def noted(*given: Any, original: Any = original) -> Any:

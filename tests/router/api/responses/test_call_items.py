@@ -10,7 +10,7 @@ from services.router.api.answers.field_paths import MessageSources
 from services.router.api.responses.items import add_items
 from services.router.api.responses.rpc.call_items import items_of
 from services.router.api.responses.rpc.messages import item_message
-from services.router.api.responses.stored_items import items_to_store
+from services.router.api.responses.stored.items import items_to_store
 
 USER = {"role": "user", "content": "Where is it?"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"a": 1}'}}

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.api.answers.long_json import JSON_PIECE_BYTES
-from services.router.api.responses.replay import pieces_of
-from services.router.api.responses.stored_items import read_response
+from services.router.api.responses.stored.items import read_response
+from services.router.api.responses.stored.replay import pieces_of
 from slipstream.errors import InvalidArgument
 from tests.router.support.answer_events import sse_objects
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.router.api.responses import store as store_module
+from services.router.api.responses.stored import store as store_module
 from services.router.request.model_card import ModelCard
 from slipstream import errors
 from slipstream.rpc.dial import dial

@@ -15,8 +15,8 @@ from libs.common import api_bounds
 from libs.database.database import Database
 from libs.database.transaction import SqlTransaction
 from services.router.api.responses.request import ResponseDraft, decode_response
-from services.router.api.responses.store import ResponseStore, StoredResponse
-from services.router.api.responses.stored_items import items_to_store, page_of
+from services.router.api.responses.stored.items import items_to_store, page_of
+from services.router.api.responses.stored.store import ResponseStore, StoredResponse
 from slipstream import bounds
 from slipstream.errors import InvalidArgument, NotFound
 

@@ -14,8 +14,8 @@ from services.router.api.responses.items import add_items
 from services.router.api.responses.operations import ResponseOperations
 from services.router.api.responses.request import EarlierItems, ResponseDraft, echo_of
 from services.router.api.responses.rpc.call_items import items_of
-from services.router.api.responses.store import ResponseStore, StoredResponse
-from services.router.api.responses.stored_items import items_to_store
+from services.router.api.responses.stored.items import items_to_store
+from services.router.api.responses.stored.store import ResponseStore, StoredResponse
 from services.router.api.responses.writer import ResponsesShape, ResponsesWriter
 from services.router.execution.request_manager import RequestManager
 from services.router.request.model_card import ModelCard

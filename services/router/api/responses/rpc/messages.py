@@ -9,7 +9,7 @@ from services.router.api.json_body import Json
 from services.router.api.openai.echoed_forms import is_json_result, json_text
 from services.router.api.openai.messages import arguments_text
 from services.router.api.responses.items import kind_of
-from services.router.api.responses.stored_items import PAGE_ITEMS, page_of, read_response
+from services.router.api.responses.stored.items import PAGE_ITEMS, page_of, read_response
 from slipstream.enum_names import MESSAGE_ROLES
 from slipstream.metering.money import pico_of
 from slipstream.v1 import responses_pb2, router_pb2

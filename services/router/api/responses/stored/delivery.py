@@ -10,7 +10,7 @@ from services.router.api.http.answer_delivery import AnswerDelivery
 from services.router.api.http.event_stream import EventStream
 from services.router.api.http.piece_stream import PIECE_BYTES
 from services.router.api.json_body import Json
-from services.router.api.responses.replay import NumberedPiece, pieces_of
+from services.router.api.responses.stored.replay import NumberedPiece, pieces_of
 
 
 async def send_events(

@@ -24,7 +24,7 @@ from services.router.admission.tenant_shares import TenantSlots
 from services.router.api.answers.long_json import json_pieces
 from services.router.api.json_body import Json
 from services.router.api.responses.request import EarlierItems, ResponseDraft
-from services.router.api.responses.stored_items import read_item
+from services.router.api.responses.stored.items import read_item
 from services.router.request.json_limits import check_structure
 from slipstream import errors
 from slipstream.bound import shown
