@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from libs.common.telemetry.metric import Metric
-from libs.common.telemetry.metric_table import METRICS
+from libs.common.telemetry.metric_tables.metric import Metric
+from libs.common.telemetry.metric_tables.table import METRICS
 
 MONITORING = Path(__file__).resolve().parent.parent / "deploy" / "monitoring"
 FOLDER = MONITORING / "dashboards"

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from libs.common.telemetry.aliases import ALIASES, Alias
-from libs.common.telemetry.metric import Metric
-from libs.common.telemetry.metric_table import SECTIONS, SERVICES
+from libs.common.telemetry.metric_tables.aliases import ALIASES, Alias
+from libs.common.telemetry.metric_tables.metric import Metric
+from libs.common.telemetry.metric_tables.table import SECTIONS, SERVICES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 _HEAD = """# Metrics

@@ -108,7 +108,7 @@ class GetStatusResponse(_message.Message):
     def ledger(self) -> Global___Ledger: ...
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """totals by metric name, see libs/common/telemetry/metric_table.py"""
+        """totals by metric name, see libs/common/telemetry/metric_tables/table.py"""
 
     @_builtins.property
     def eviction_policies(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:

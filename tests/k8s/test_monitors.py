@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from libs.common.telemetry.metric_table import SECTIONS
+from libs.common.telemetry.metric_tables.table import SECTIONS
 from tests.k8s.renders import (
     GROUPS,
     RENDERS,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from libs.common.telemetry.metric_table import METRICS
+from libs.common.telemetry.metric_tables.table import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 MONITORING = ROOT / "deploy" / "monitoring"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from libs.common.telemetry.metric_table import METRICS
+from libs.common.telemetry.metric_tables.table import METRICS
 from tests.monitoring.queries import DASHBOARDS, NAMES, SCRIPT, expressions, promql
 from tests.monitoring.rules import MONITORING, run_promtool, unknown_names
 from tests.support.promql.alerting import seconds_of

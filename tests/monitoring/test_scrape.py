@@ -8,7 +8,7 @@ import pytest
 
 from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.exposition import render_metrics
-from libs.common.telemetry.metric_table import SERVICES, metrics_of
+from libs.common.telemetry.metric_tables.table import SERVICES, metrics_of
 from tests.monitoring.queries import panel_queries, rule_queries, target, unanswered
 from tests.monitoring.rules import rules
 from tests.support.promql.alerting import RuleEvaluation

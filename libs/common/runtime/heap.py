@@ -27,7 +27,7 @@ def freeze_heap() -> None:
 
 
 def figures() -> dict[str, float]:
-    """The heap's metrics by name (libs/common/telemetry/metric_table.py)."""
+    """The heap's metrics by name (libs/common/telemetry/metric_tables/table.py)."""
     return {
         "slipstream_heap_frozen_objects": _frozen_objects,
         "slipstream_full_collections_total": gc.get_stats()[2]["collections"],

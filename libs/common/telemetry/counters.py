@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from opentelemetry.trace import SpanContext
 
-from libs.common.telemetry.metric_table import METRICS
+from libs.common.telemetry.metric_tables.table import METRICS
 
 Labels = tuple[str, ...]
 _Series = tuple[str, Labels]  # a metric's name, and the values of its labels in the table's order

@@ -13,10 +13,10 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
-from libs.common.telemetry.aliases import ALIASES, MODEL_LABEL
 from libs.common.telemetry.counters import BucketExemplar, Counters, Histogram, Labels
-from libs.common.telemetry.metric import Metric
-from libs.common.telemetry.metric_table import METRICS, zero_metrics
+from libs.common.telemetry.metric_tables.aliases import ALIASES, MODEL_LABEL
+from libs.common.telemetry.metric_tables.metric import Metric
+from libs.common.telemetry.metric_tables.table import METRICS, zero_metrics
 
 # CPU, memory, descriptors and start time of this process, by the names of Prometheus' client libraries.
 _PROCESS = ProcessCollector(registry=None)

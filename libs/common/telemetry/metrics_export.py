@@ -29,7 +29,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from libs.common.telemetry.counters import BucketExemplar, Counters, Histogram, Labels
-from libs.common.telemetry.metric_table import METRICS, zero_metrics
+from libs.common.telemetry.metric_tables.table import METRICS, zero_metrics
 from libs.common.telemetry.process_metrics import ProcessMetrics
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Metrics of a node's tiers, by name (`libs/common/telemetry/metric_table.py`)."""
+"""Metrics of a node's tiers, by name (`libs/common/telemetry/metric_tables/table.py`)."""
 
 from __future__ import annotations
 

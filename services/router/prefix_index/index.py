@@ -157,7 +157,7 @@ class PrefixIndex:
         return self._forest.tree.evicted_blocks
 
     def gauges(self) -> dict[str, float]:
-        """The index's metrics by name (libs/common/telemetry/metric_table.py)."""
+        """The index's metrics by name (libs/common/telemetry/metric_tables/table.py)."""
         return {
             "slipstream_prefix_index_bytes": float(self.n_bytes),
             "slipstream_prefix_index_blocks": float(self.blocks),

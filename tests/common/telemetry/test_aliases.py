@@ -13,10 +13,10 @@ import subprocess
 
 import pytest
 
-from libs.common.telemetry.aliases import ALIASES
 from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.exposition import render_metrics
-from libs.common.telemetry.metric_table import METRICS
+from libs.common.telemetry.metric_tables.aliases import ALIASES
+from libs.common.telemetry.metric_tables.table import METRICS
 from libs.engine.step.types import StepOutput
 from libs.worker.engine.step_stats import StepStats
 from tests.support.promql.evaluation import Vector, evaluate

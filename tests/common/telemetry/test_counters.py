@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.telemetry.counters import Counters
-from libs.common.telemetry.metric_table import METRICS
+from libs.common.telemetry.metric_tables.table import METRICS
 
 FINISHED = "slipstream_requests_finished_total"
 TTFT = "slipstream_time_to_first_token_seconds"

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.exposition import render_metrics
-from libs.common.telemetry.metric_table import METRICS, SECTIONS, SERVICES, metrics_of
+from libs.common.telemetry.metric_tables.table import METRICS, SECTIONS, SERVICES, metrics_of
 
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "00f067aa0ba902b7"

@@ -7,7 +7,7 @@ import urllib.request
 
 import pytest
 
-from libs.common.telemetry.metric_table import SERVICES
+from libs.common.telemetry.metric_tables.table import SERVICES
 from tests.monitoring.queries import panel_queries, rule_queries, target, unanswered
 from tests.support.clusters.local_cluster import LocalCluster
 from tests.support.promql.evaluation import evaluate

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.demo.script import SYSTEM_PROMPT, TOOLS, TURNS, run_tool
-from libs.common.telemetry.metric_table import SERVICES, metrics_of
+from libs.common.telemetry.metric_tables.table import SERVICES, metrics_of
 from libs.text.tokenizer import Tokenizer
 from slipstream.replies import Reply
 from supervisor.cluster_options import DEFAULT_MODEL

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from libs.common.telemetry.counters import Counters
-from libs.common.telemetry.metric_table import METRICS
+from libs.common.telemetry.metric_tables.table import METRICS
 from libs.common.transport.open import open_transport
 from services.kvstore.core.metrics import evicted_and_wanted, tier_metrics
 from services.kvstore.core.node import Node

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from libs.common.telemetry.metric_table import METRICS
+from libs.common.telemetry.metric_tables.table import METRICS
 from services.kvstore.core.metrics import tier_metrics
 from services.kvstore.disk.evict import ChainLinks, Rows
 from services.kvstore.pool.config import PoolOptions

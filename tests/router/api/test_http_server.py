@@ -11,7 +11,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from libs.common.telemetry.metric_table import metrics_of
+from libs.common.telemetry.metric_tables.table import metrics_of
 from libs.text.special_tokens import TOOL_CALL_TOKENS
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer

@@ -156,7 +156,7 @@ class TokenCache:
         return self._lru.n_bytes
 
     def gauges(self) -> dict[str, float]:
-        """The cache's metrics by name (libs/common/telemetry/metric_table.py)."""
+        """The cache's metrics by name (libs/common/telemetry/metric_tables/table.py)."""
         return {"slipstream_token_cache_bytes": float(self.n_bytes)}
 
     def tenant_bytes(self, tenant: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from libs.common.telemetry.metric import (
+from libs.common.telemetry.metric_tables.metric import (
     N_TOKENS,
     REFUSAL_S,
     REQUEST_S,

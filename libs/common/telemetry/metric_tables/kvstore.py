@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from libs.common.telemetry.metric import WAIT_S, Metric, counter, gauge, histogram
+from libs.common.telemetry.metric_tables.metric import WAIT_S, Metric, counter, gauge, histogram
 
 TIER_METRICS: tuple[Metric, ...] = (
     gauge("kvstore_blocks_dram", "Blocks held in memory."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from libs.common.telemetry.metric import STEP_S, WAIT_S, Metric, counter, gauge, histogram
+from libs.common.telemetry.metric_tables.metric import STEP_S, WAIT_S, Metric, counter, gauge, histogram
 
 ENGINE_METRICS: tuple[Metric, ...] = (
     gauge("kv_blocks", "KV blocks of this worker: free, cached (evictable) or held by requests.", "state"),

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from libs.common.telemetry.kvstore_metrics import KVSTORE_METRICS, TIER_METRICS
-from libs.common.telemetry.metric import Metric, counter, gauge
-from libs.common.telemetry.router_metrics import (
+from libs.common.telemetry.metric_tables.kvstore import KVSTORE_METRICS, TIER_METRICS
+from libs.common.telemetry.metric_tables.metric import Metric, counter, gauge
+from libs.common.telemetry.metric_tables.router import (
     ADMISSION_METRICS,
     JOB_METRICS,
     METERING_METRICS,
     REQUEST_METRICS,
     ROUTER_METRICS,
 )
-from libs.common.telemetry.worker_metrics import (
+from libs.common.telemetry.metric_tables.worker import (
     DECODE_METRICS,
     DRAFTER_METRICS,
     ENGINE_METRICS,
