@@ -13,9 +13,9 @@ import grpc
 from libs.common.checksum import CHECKSUM_BYTES
 from libs.common.cluster.address_book import AddressBook, LoopbackAddresses
 from libs.common.cluster.worker_service import WorkerService
-from libs.common.rpc.pin_names import MAX_RELEASED, PinNames
-from libs.common.rpc.pin_server import PinServer
-from libs.common.rpc.pin_span import traced_pin
+from libs.common.rpc.pins.names import MAX_RELEASED, PinNames
+from libs.common.rpc.pins.server import PinServer
+from libs.common.rpc.pins.span import traced_pin
 from libs.common.telemetry import tracing
 from libs.common.telemetry.counters import Counters
 from libs.common.transport.base import KvTransport

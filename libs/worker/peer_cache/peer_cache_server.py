@@ -18,9 +18,9 @@ from typing import Any
 import grpc
 
 from libs.common.cluster.fingerprint import Fingerprint
-from libs.common.rpc.pin_names import MAX_RELEASED, PinNames, bounded_lease_ms
-from libs.common.rpc.pin_server import PinServer
-from libs.common.rpc.pin_span import traced_pin
+from libs.common.rpc.pins.names import MAX_RELEASED, PinNames, bounded_lease_ms
+from libs.common.rpc.pins.server import PinServer
+from libs.common.rpc.pins.span import traced_pin
 from libs.common.transport.base import KvTransport
 from libs.engine.step.types import Engine, FullBlock
 from libs.worker.engine.engine_thread import EngineThread

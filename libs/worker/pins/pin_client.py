@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import grpc
 
 from libs.common.rpc.multiplexed_client import MultiplexedClient
-from libs.common.rpc.pin_server import MAX_COMMANDS
+from libs.common.rpc.pins.server import MAX_COMMANDS
 from slipstream import errors
 from slipstream.rpc.rpc_errors import from_failure
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc

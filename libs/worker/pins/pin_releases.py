@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from libs.common.rpc.pin_names import MAX_RELEASED
+from libs.common.rpc.pins.names import MAX_RELEASED
 from slipstream.v1 import kvstore_pb2
 
 # How long a release waits for the next pin.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from libs.common.rpc.pin_names import bounded_lease_ms
+from libs.common.rpc.pins.names import bounded_lease_ms
 from slipstream.errors import NotFound
 
 ResourceT = TypeVar("ResourceT")

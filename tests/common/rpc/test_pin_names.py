@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common.rpc.pin_names import MAX_NAME_CHARS, PinNames
+from libs.common.rpc.pins.names import MAX_NAME_CHARS, PinNames
 from slipstream.errors import InvalidArgument
 
 

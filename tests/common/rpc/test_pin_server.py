@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from libs.common.rpc.pin_server import MAX_COMMANDS, PinServer
+from libs.common.rpc.pins.server import MAX_COMMANDS, PinServer
 from slipstream import errors
 from slipstream.rpc.rpc_errors import from_failure
 from slipstream.v1 import kvstore_pb2

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common.rpc.pin_names import DEFAULT_LEASE_MS, MAX_LEASE_MS, bounded_lease_ms
+from libs.common.rpc.pins.names import DEFAULT_LEASE_MS, MAX_LEASE_MS, bounded_lease_ms
 from services.kvstore.core.leases import LeaseTable
 from slipstream.errors import NotFound
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import libs.worker.pins.pin_calls as pin_calls
-from libs.common.rpc.pin_server import PinServer
+from libs.common.rpc.pins.server import PinServer
 from libs.common.rpc.serve import ServiceHost
 from libs.worker.pins.peers import Peers
 from libs.worker.pins.pin_calls import PinCalls

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 import libs.worker.pins.pin_releases as pin_releases
-from libs.common.rpc.pin_names import MAX_RELEASED
+from libs.common.rpc.pins.names import MAX_RELEASED
 from libs.worker.pins.pin_releases import PinReleases, on_pin_ended
 from slipstream.v1 import kvstore_pb2
 
