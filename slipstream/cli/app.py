@@ -18,7 +18,7 @@ from slipstream.cli.chat.harmless_text import harmless
 from slipstream.cli.client_access import ClientAccess, takes_client
 from slipstream.cli.jobs.app import jobs_app
 from slipstream.cli.keys import keys_app
-from slipstream.cli.kv import kv_app
+from slipstream.cli.kv.app import kv_app
 from slipstream.cli.options import (
     DRAIN_S,
     UNDRAIN_S,

@@ -11,8 +11,8 @@ import pytest
 
 from libs.common.transport.registered_memory import PageAlignedMemory
 from libs.common.transport.socket import SocketTransport
-from slipstream.cli.kv_nodes import Nodes
-from slipstream.cli.kv_show import show_tiers
+from slipstream.cli.kv.nodes import Nodes
+from slipstream.cli.kv.show import show_tiers
 from slipstream.errors import Unavailable
 from slipstream.rpc.dial import PLAIN_DIAL
 from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess, key, payload

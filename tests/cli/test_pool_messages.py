@@ -7,8 +7,8 @@ from typing import Any
 import grpc
 import pytest
 
-from slipstream.cli.kv_change import drop_blocks
-from slipstream.cli.kv_nodes import Nodes
+from slipstream.cli.kv.change import drop_blocks
+from slipstream.cli.kv.nodes import Nodes
 from slipstream.rpc.dial import PLAIN_DIAL
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 

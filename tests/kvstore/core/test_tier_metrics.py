@@ -19,8 +19,8 @@ from services.kvstore.dram.tier import DramTier
 from services.kvstore.pool.config import PoolOptions
 from services.kvstore.pool.tier import PoolTier
 from services.kvstore.service import KvstoreServicer
-from slipstream.cli.kv_nodes import NodeReply
-from slipstream.cli.kv_show import TIERS, _node
+from slipstream.cli.kv.nodes import NodeReply
+from slipstream.cli.kv.show import TIERS, _node
 from slipstream.v1 import worker_pb2
 from tests.kvstore.disk.memory_disk import MemoryDisk
 from tests.kvstore.pool.memory_pool import MemoryPool

@@ -71,8 +71,8 @@ class CommandForks:
 def _serve() -> None:
     """Fork for each line of standard input, and write the fork's exit code."""
     import slipstream.cli.chat.session
-    import slipstream.cli.kv_change
-    import slipstream.cli.kv_show
+    import slipstream.cli.kv.change
+    import slipstream.cli.kv.show
     import slipstream.cli.status  # noqa: F401
     from slipstream.cli.app import run
 

@@ -10,7 +10,7 @@ import grpc
 
 from slipstream.block_view import BlockView
 from slipstream.cli.chat.harmless_text import harmless_line
-from slipstream.cli.kv_nodes import NodeReply, Nodes, ask_all
+from slipstream.cli.kv.nodes import NodeReply, Nodes, ask_all
 from slipstream.cli.status import check_all_answered
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.v1 import kv_events_pb2_grpc, worker_pb2, worker_pb2_grpc

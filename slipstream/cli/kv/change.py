@@ -11,7 +11,7 @@ import grpc
 
 from slipstream.block_hashes import unpack_hashes
 from slipstream.cli.chat.harmless_text import harmless_line
-from slipstream.cli.kv_nodes import Nodes, ask_all
+from slipstream.cli.kv.nodes import Nodes, ask_all
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 

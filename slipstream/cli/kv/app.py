@@ -36,8 +36,8 @@ def list_blocks(
     access: OperatorAccess,
 ) -> None:
     """List the blocks held, with the tiers that hold them."""
-    from slipstream.cli.kv_nodes import kv_nodes
-    from slipstream.cli.kv_show import show_blocks
+    from slipstream.cli.kv.nodes import kv_nodes
+    from slipstream.cli.kv.show import show_blocks
 
     if not set(prefix) <= set(hexdigits):
         raise InvalidArgument("--prefix", "must be hex digits")
@@ -54,8 +54,8 @@ def stat(
     access: OperatorAccess,
 ) -> None:
     """Show what each tier of each node holds and has served."""
-    from slipstream.cli.kv_nodes import kv_nodes
-    from slipstream.cli.kv_show import show_tiers
+    from slipstream.cli.kv.nodes import kv_nodes
+    from slipstream.cli.kv.show import show_tiers
 
     nodes = kv_nodes(access, node or [])
     asyncio.run(show_tiers(nodes, as_json=as_json))
@@ -74,8 +74,8 @@ def verify(
 
     All blocks, unless some are named. Exit code 1 when any was corrupt.
     """
-    from slipstream.cli.kv_change import verify_blocks
-    from slipstream.cli.kv_nodes import kv_nodes
+    from slipstream.cli.kv.change import verify_blocks
+    from slipstream.cli.kv.nodes import kv_nodes
 
     nodes = kv_nodes(access, node or [])
     if asyncio.run(verify_blocks(nodes, _packed(hashes), as_json=as_json)):
@@ -96,8 +96,8 @@ def drop(
 
     A later request computes a dropped block again.
     """
-    from slipstream.cli.kv_change import drop_blocks
-    from slipstream.cli.kv_nodes import kv_nodes
+    from slipstream.cli.kv.change import drop_blocks
+    from slipstream.cli.kv.nodes import kv_nodes
 
     if every == bool(hashes):
         raise InvalidArgument("drop", "name block hashes, or say --all")
