@@ -38,7 +38,7 @@ from slipstream.rpc.dial import CHANNEL_OPTIONS, dial
 from tests.support.defaults import keyword_defaults
 from tests.support.network.fault_proxy import FaultProxy
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # A retry loop of ours over a channel of gRPC: a call fails at once while the channel waits.
 CHANNEL_JITTER = 0.2  # of gRPC
 CHANNEL_S = CHANNEL_PAUSE_MS[1] / 1e3 * (1 + CHANNEL_JITTER)
