@@ -24,7 +24,7 @@ from libs.common.transport.mooncake_read import LANES
 from libs.common.transport.multi_engine import TCP_RAILS
 from libs.common.transport.registered_memory import PageAlignedMemory
 from slipstream.errors import TransferError
-from tests.common.transport.mooncake_proxy import MooncakeProxy, forward
+from tests.common.transport.mooncake.mooncake_proxy import MooncakeProxy, forward
 from tests.common.transport.peer import pattern
 from tests.common.transport.peers import (
     MIB,
