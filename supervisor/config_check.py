@@ -14,7 +14,7 @@ from libs.common.runtime.settings import check_peers
 from libs.common.transport.open import TransportChoice
 from libs.engine.model_spec.config import load_config
 from libs.engine.parallel.sizes import ParallelSizes, check_kv_split, check_sizes, parse_sizes
-from slipstream.api_key_file import read_keys
+from slipstream.credentials.api_key_file import read_keys
 from slipstream.credentials.certificates import TlsFault, check_authority
 from slipstream.credentials.secret_files import exposure
 from slipstream.errors import InvalidArgument

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from bench.keyless.client import KeylessClient, KeylessGrpcClient, KeylessHttpClient
 from slipstream import bounds
-from slipstream.api_key_file import add_key
+from slipstream.credentials.api_key_file import add_key
 from supervisor.cluster_options import DEFAULT_MODEL
 
 APIS: dict[str, type[KeylessClient]] = {"grpc": KeylessGrpcClient, "http": KeylessHttpClient}

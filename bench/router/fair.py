@@ -33,7 +33,7 @@ import aiohttp
 from bench.another_tree import another_tree
 from bench.request_log import percentiles
 from bench.router.rig import FakePace, fake_cluster
-from slipstream.api_key_file import add_key
+from slipstream.credentials.api_key_file import add_key
 
 _PACE = FakePace(prefill_ms=10.0, step_ms=20.0)
 _MOST_S = 20.0  # for the requests of the light tenant, alone or beside

@@ -37,7 +37,7 @@ import aiohttp
 from bench.ledgers import statuses, wait_until_idle
 from bench.progress import say
 from services.router.request.model_card import load_model_card
-from slipstream.api_key_file import add_key
+from slipstream.credentials.api_key_file import add_key
 from slipstream.operator_access import operator_dial
 from supervisor.cluster import ClusterSupervisor
 from supervisor.plan import ClusterConfig

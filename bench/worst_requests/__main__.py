@@ -30,7 +30,7 @@ import grpc
 from bench.router.rig import RouterUnderTest, under_test
 from bench.worst_requests import bodies, messages, stored
 from bench.worst_requests.healthy_stream import HealthyStream, longest_gap_ms
-from slipstream.api_key_file import KEY_PREFIX, add_key
+from slipstream.credentials.api_key_file import KEY_PREFIX, add_key
 from slipstream.rpc.dial import MAX_MESSAGE_BYTES
 
 AIM_MS, CONDITION_MS = 100.0, 500.0

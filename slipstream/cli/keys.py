@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from slipstream.api_key_file import KeyRecord, KeyScope, add_key, new_key, read_keys, revoke_key
 from slipstream.cli.options import AsJson, warn_of_exposure
+from slipstream.credentials.api_key_file import KeyRecord, KeyScope, add_key, new_key, read_keys, revoke_key
 from slipstream.errors import FailedPrecondition, InvalidArgument
 from slipstream.metering.rate_limits import LIMIT_FIELDS, RateLimits, parse_limits
 

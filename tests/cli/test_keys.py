@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.api_key_file import KeyScope, key_hash, read_keys
 from slipstream.cli.app import app
 from slipstream.cli.options import read_api_key
+from slipstream.credentials.api_key_file import KeyScope, key_hash, read_keys
 from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound
 from slipstream.metering.money import PICO
 from slipstream.metering.rate_limits import RateLimits

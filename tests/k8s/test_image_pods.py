@@ -16,8 +16,8 @@ import pytest
 from bench.demo.__main__ import DemoConversation
 from bench.demo.script import TURNS
 from bench.images.image import buildah, mounted, why_no_containers
-from slipstream.api_key_file import add_key
 from slipstream.async_client import AsyncClient
+from slipstream.credentials.api_key_file import add_key
 from slipstream.errors import FailedPrecondition
 from supervisor.etcd import etcd_binary
 from supervisor.health import until_etcd_ready

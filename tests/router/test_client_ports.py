@@ -11,7 +11,7 @@ import pytest
 from services.router.api.api_keys import ApiKeys
 from services.router.options import RouterOptions
 from services.router.ports import check_clients_addresses
-from slipstream.api_key_file import add_key, read_keys
+from slipstream.credentials.api_key_file import add_key, read_keys
 from slipstream.errors import InvalidArgument
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.tls import TlsFiles

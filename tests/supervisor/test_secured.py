@@ -15,10 +15,10 @@ from libs.common.block_hash import SALT_LABEL, chain_hashes, tenant_salt
 from libs.common.cluster.worker_record import Role
 from libs.text.chat_template import encode_chat
 from libs.text.tokenizer import Tokenizer
-from slipstream.api_key_file import add_key, revoke_key
 from slipstream.async_client import AsyncClient
 from slipstream.block_hashes import pack_hashes
 from slipstream.cluster_record import read_record, secret_file
+from slipstream.credentials.api_key_file import add_key, revoke_key
 from slipstream.errors import InvalidArgument, SlipstreamError, Unauthenticated
 from slipstream.operator_access import operator_dial
 from slipstream.rpc.cluster_secret import ClusterSecret

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from services.router.api.api_keys import ApiKeys
-from slipstream.api_key_file import KeyRecord, KeyScope, key_hash
+from slipstream.credentials.api_key_file import KeyRecord, KeyScope, key_hash
 
 
 def tenant_keys(tenants: Mapping[str, str]) -> ApiKeys:

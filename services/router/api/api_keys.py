@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libs.common.runtime.followed_file import FollowedFile
-from slipstream.api_key_file import KeyFile, KeyRecord, KeyScope, key_hash, read_key_file
+from slipstream.credentials.api_key_file import KeyFile, KeyRecord, KeyScope, key_hash, read_key_file
 from slipstream.errors import Unauthenticated
 from slipstream.metering.rate_limits import NO_LIMITS, RateLimits
 from slipstream.rpc.caller_class import CallerClass, CallerIdentity

@@ -22,7 +22,7 @@ from services.router.metering.metering import Metering
 from services.router.metering.price_list import read_prices
 from services.router.metering.usage_ledger import UsageLedger
 from services.router.metering.usage_store import UsageStore
-from slipstream.api_key_file import KeyFile
+from slipstream.credentials.api_key_file import KeyFile
 
 log = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ from services.router.request.model_card import ModelCard
 from services.router.request.token_ids import are_below
 from services.router.request.types import Caller, ChatInput, GenerationRequest, Message, PromptInput, Sampling
 from slipstream import bounds
-from slipstream.api_key_file import KEY_PREFIX
 from slipstream.bound import shown, shown_name
+from slipstream.credentials.api_key_file import KEY_PREFIX
 from slipstream.errors import NotFound
 from slipstream.sampling import SAMPLING_RANGES
 

@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 
 from libs.common.cluster.worker_record import Role
-from slipstream.api_key_file import add_key
 from slipstream.client import Client
 from slipstream.cluster_record import secret_file
+from slipstream.credentials.api_key_file import add_key
 from slipstream.rpc.caller_class import CallerClass
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.peer_token import TokenMinter

@@ -16,8 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from libs.common.cluster.worker_record import Role
-from slipstream.api_key_file import KeyScope, add_key
 from slipstream.cli.app import app
+from slipstream.credentials.api_key_file import KeyScope, add_key
 from slipstream.errors import Unauthenticated
 from slipstream.rpc.tls import TlsFiles
 from tests.support.clusters.fake_engines import fake_engine_config

@@ -20,8 +20,8 @@ import grpc
 import pytest
 
 from libs.common.cluster.worker_record import Role
-from slipstream.api_key_file import add_key, revoke_key
 from slipstream.client import Client
+from slipstream.credentials.api_key_file import add_key, revoke_key
 from slipstream.rpc.tls import TlsFiles
 from tests.support.clusters.fake_engines import fake_engine_config
 from tests.support.clusters.local_cluster import REQUEST_S, LocalCluster, until

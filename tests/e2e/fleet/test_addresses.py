@@ -15,8 +15,8 @@ import pytest
 from libs.common.cluster.discovery import EtcdDiscovery, Fleet
 from libs.common.cluster.worker_record import FleetSnapshot, Role
 from libs.common.etcd.client import EtcdClient
-from slipstream.api_key_file import add_key
 from slipstream.async_client import AsyncClient
+from slipstream.credentials.api_key_file import add_key
 from slipstream.errors import Unavailable
 from slipstream.rpc.caller_class import CallerClass
 from slipstream.rpc.cluster_secret import ClusterSecret

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from slipstream.api_key_file import add_key
+from slipstream.credentials.api_key_file import add_key
 from tests.k8s.cluster import load
 from tests.k8s.cluster.kubectl import NAMESPACE, Kubectl
 from tests.k8s.renders import K8S, TIERS, needs_kubectl

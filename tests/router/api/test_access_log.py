@@ -19,8 +19,8 @@ from services.router.execution.generation import GenerationTask
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream import errors
-from slipstream.api_key_file import KEY_PREFIX, KeyRecord, KeyScope, key_hash
 from slipstream.async_client import AsyncClient
+from slipstream.credentials.api_key_file import KEY_PREFIX, KeyRecord, KeyScope, key_hash
 from slipstream.logs.lines import LineFormat
 from slipstream.rpc.cluster_secret import ClusterSecret
 from tests.router.conftest import eventually, open_router

@@ -16,7 +16,7 @@ from services.router.console.page_guard import SECURITY_HEADERS
 from services.router.console.static_files import StaticFiles, read_files
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
-from slipstream.api_key_file import KeyRecord, KeyScope, key_hash
+from slipstream.credentials.api_key_file import KeyRecord, KeyScope, key_hash
 from slipstream.errors import NotFound
 from slipstream.rpc.caller_class import CallerClass
 from slipstream.rpc.cluster_secret import ClusterSecret

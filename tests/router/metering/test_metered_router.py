@@ -25,9 +25,9 @@ from services.router.metering import usage_ledger
 from services.router.metering.assembly import make_metering
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
-from slipstream.api_key_file import KeyRecord, KeyScope, key_hash
 from slipstream.async_client import AsyncClient
 from slipstream.cli.app import app
+from slipstream.credentials.api_key_file import KeyRecord, KeyScope, key_hash
 from slipstream.errors import InvalidArgument, QuotaExceeded, RateLimited
 from slipstream.metering.rate_limits import NO_LIMITS, RateLimits
 from slipstream.replies import ModelPricing

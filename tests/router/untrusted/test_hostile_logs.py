@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from slipstream.api_key_file import add_key
+from slipstream.credentials.api_key_file import add_key
 from slipstream.rpc.dial import dial
 from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import router_pb2, router_pb2_grpc

@@ -15,8 +15,8 @@ from services.router import server
 from services.router.api.api_keys import ApiKeys, follow_keys
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
-from slipstream.api_key_file import KeyRecord, KeyScope, add_key, key_hash, revoke_key
 from slipstream.async_client import AsyncClient
+from slipstream.credentials.api_key_file import KeyRecord, KeyScope, add_key, key_hash, revoke_key
 from slipstream.errors import Unauthenticated
 from tests.router.conftest import HELLO, WAIT_S, eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster

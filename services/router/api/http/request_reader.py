@@ -15,7 +15,7 @@ from services.router.api.http.middleware import RECORD
 from services.router.request.types import Caller
 from services.router.request.validation import is_request_id
 from slipstream import bounds, errors
-from slipstream.api_key_file import KeyScope
+from slipstream.credentials.api_key_file import KeyScope
 
 
 class RequestReader:

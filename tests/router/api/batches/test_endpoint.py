@@ -24,7 +24,7 @@ from services.router.api.batches.results import result_lines
 from services.router.jobs.types import JobResult, JobState
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
-from slipstream.api_key_file import add_key, read_keys
+from slipstream.credentials.api_key_file import add_key, read_keys
 from tests.router.api.batches.conftest import CHAT, line
 from tests.router.conftest import open_router
 from tests.router.support.fake_cluster import FakeCluster

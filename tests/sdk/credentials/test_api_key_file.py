@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.api_key_file import (
+from slipstream.bounds import MAX_KEY_FILE_BYTES
+from slipstream.credentials.api_key_file import (
     KeyRecord,
     KeyScope,
     add_key,
@@ -19,7 +20,6 @@ from slipstream.api_key_file import (
     read_keys,
     revoke_key,
 )
-from slipstream.bounds import MAX_KEY_FILE_BYTES
 from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound
 from slipstream.metering.money import PICO
 from slipstream.metering.rate_limits import NO_LIMITS, RateLimits
