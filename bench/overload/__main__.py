@@ -47,6 +47,7 @@ from supervisor.plan import ClusterConfig
 Report = dict[str, Any]
 LOADS = (0.7, 1.0, 1.5, 10.0)
 _MAX_BATCH = 8
+_MAX_CONTEXT_TOKENS = 65_536  # a prompt of 32k must be refused for want of room, not for its length
 # Requests running at once: a quarter more than both decode workers' batches, as the router's forecast allows.
 PLACES = int(2 * _MAX_BATCH * 1.25)
 _LONG_WORDS = 16_000
@@ -58,6 +59,7 @@ _PROBE_EVERY_S, _RARE_PROBE_EVERY_S = 0.02, 0.2
 def overload_config(run_dir: Path, *, decode_pace_s: float, model: Path | None = None) -> ClusterConfig:
     """A cluster whose capacity the pace of the fake engine bounds, not the machine."""
     engine = ["--engine", "fake", "--max-batch", str(_MAX_BATCH), "--kv-memory-bytes", str(256 << 20)]
+    engine += ["--max-context-tokens", str(_MAX_CONTEXT_TOKENS)]
     more: Report = {} if model is None else {"model": model}
     return ClusterConfig(
         run_dir=run_dir,
