@@ -344,11 +344,13 @@ class RouterServer:
 
     def load(self) -> worker_pb2.LoadReport:
         """The load that workers' status, other routers and the autoscaler read."""
-        admission = self.manager.gate.controller
+        admission, wanted = self.manager.gate.controller, self.manager.gate.wanted()
         report = worker_pb2.LoadReport(
             requests_running=admission.running,
             requests_waiting=admission.waiting,
-            prefill_tokens_in_flight=admission.waiting_tokens,
+            requests_waiting_decode=wanted.decode_requests,
+            requests_allowed=self._options.max_requests,
+            prefill_tokens_in_flight=wanted.prefill_tokens,
             draining=self.manager.draining,
             busy_share=self.loop_delay.busy_share(),
             event_loop_delay_ms=self.loop_delay.window.mean_ms,

@@ -166,11 +166,15 @@ class LoadReport(_message.Message):
     JOBS_WAITING_FIELD_NUMBER: _builtins.int
     JOBS_RUNNING_FIELD_NUMBER: _builtins.int
     JOBS_ALLOWED_FIELD_NUMBER: _builtins.int
+    REQUESTS_WAITING_DECODE_FIELD_NUMBER: _builtins.int
+    REQUESTS_ALLOWED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     requests_running: _builtins.int
     requests_waiting: _builtins.int
     prefill_tokens_in_flight: _builtins.int
-    """Uncached prompt tokens that are accepted and not computed; at a router, those of requests that wait there."""
+    """Uncached prompt tokens that are accepted and not computed. At a router those of requests that wait there,
+    and 0 while it runs as many requests as it may: more workers would let none of them begin.
+    """
     decode_tokens_in_flight: _builtins.int
     """context tokens of running sequences"""
     blocks_free: _builtins.int
@@ -216,6 +220,12 @@ class LoadReport(_message.Message):
     """at this router"""
     jobs_allowed: _builtins.int
     """that this router would run at once, if there were workers enough"""
+    requests_waiting_decode: _builtins.int
+    """Of a router. 0 at workers.
+    that wait, and would run if decode workers had more places
+    """
+    requests_allowed: _builtins.int
+    """that it runs at once (--max-requests)"""
     def __init__(
         self,
         *,
@@ -243,10 +253,12 @@ class LoadReport(_message.Message):
         jobs_waiting: _builtins.int = ...,
         jobs_running: _builtins.int = ...,
         jobs_allowed: _builtins.int = ...,
+        requests_waiting_decode: _builtins.int = ...,
+        requests_allowed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_held", b"blocks_held", "busy_share", b"busy_share", "decode_step_ms", b"decode_step_ms", "decode_tokens_in_flight", b"decode_tokens_in_flight", "drafts_due_per_s", b"drafts_due_per_s", "drafts_missed_per_s", b"drafts_missed_per_s", "draining", b"draining", "event_loop_delay_ms", b"event_loop_delay_ms", "evicted_wanted_bytes_per_s", b"evicted_wanted_bytes_per_s", "generated_tokens_per_s", b"generated_tokens_per_s", "handoffs", b"handoffs", "jobs_allowed", b"jobs_allowed", "jobs_running", b"jobs_running", "jobs_waiting", b"jobs_waiting", "prefill_tokens_in_flight", b"prefill_tokens_in_flight", "prefill_tokens_per_s", b"prefill_tokens_per_s", "prompt_tokens_per_s", b"prompt_tokens_per_s", "requests_per_s", b"requests_per_s", "requests_running", b"requests_running", "requests_unplaced", b"requests_unplaced", "requests_waiting", b"requests_waiting", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_held", b"blocks_held", "busy_share", b"busy_share", "decode_step_ms", b"decode_step_ms", "decode_tokens_in_flight", b"decode_tokens_in_flight", "drafts_due_per_s", b"drafts_due_per_s", "drafts_missed_per_s", b"drafts_missed_per_s", "draining", b"draining", "event_loop_delay_ms", b"event_loop_delay_ms", "evicted_wanted_bytes_per_s", b"evicted_wanted_bytes_per_s", "generated_tokens_per_s", b"generated_tokens_per_s", "handoffs", b"handoffs", "jobs_allowed", b"jobs_allowed", "jobs_running", b"jobs_running", "jobs_waiting", b"jobs_waiting", "prefill_tokens_in_flight", b"prefill_tokens_in_flight", "prefill_tokens_per_s", b"prefill_tokens_per_s", "prompt_tokens_per_s", b"prompt_tokens_per_s", "requests_allowed", b"requests_allowed", "requests_per_s", b"requests_per_s", "requests_running", b"requests_running", "requests_unplaced", b"requests_unplaced", "requests_waiting", b"requests_waiting", "requests_waiting_decode", b"requests_waiting_decode", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

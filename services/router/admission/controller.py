@@ -33,6 +33,7 @@ from services.router.admission.types import (
     Changes,
     Priority,
     Verdict,
+    WantedWorkers,
 )
 
 # A request enters the queue if its expected wait is at most this share of the time to its latest begin.
@@ -71,10 +72,18 @@ class AdmissionController:
         """Requests in the queue."""
         return len(self._queues)
 
-    @property
-    def waiting_tokens(self) -> int:
-        """The tokens to compute of the requests in the queue."""
-        return sum(waiting.ask.prefill_tokens for waiting in self._queues)
+    def wanted(self, capacity: Capacity, now_ms: float) -> WantedWorkers:
+        """What of the queue more workers would let run. A queue behind `max_running` wants none."""
+        room = self._limits.max_running - len(self._running)
+        head = self._queues.next_head(now_ms)
+        if head is None or room <= 0:
+            return WantedWorkers()
+        tokens = sum(waiting.ask.prefill_tokens for waiting in self._queues)
+        outlook = self._outlook(head.ask, capacity, now_ms)
+        late = outlook.wait_ms > self._limits.max_prefill_wait_ms
+        if late or self._has_decode_room(head.ask, capacity, outlook):
+            return WantedWorkers(tokens)
+        return WantedWorkers(tokens, min(len(self._queues), room))
 
     def above(self, priority: Priority) -> tuple[int, int]:
         """How many requests of higher classes run, and how many wait."""
@@ -238,6 +247,9 @@ class AdmissionController:
             return False
         if outlook.wait_ms > self._limits.max_prefill_wait_ms:
             return False
+        return self._has_decode_room(ask, capacity, outlook)
+
+    def _has_decode_room(self, ask: AdmissionRequest, capacity: Capacity, outlook: Outlook) -> bool:
         if capacity.decode_sequences and outlook.decode_sequences >= capacity.decode_sequences:
             return False
         needed = ask.context_tokens + self._forecast.output_tokens

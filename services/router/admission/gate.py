@@ -18,6 +18,7 @@ from services.router.admission.types import (
     AdmissionRequest,
     Priority,
     Verdict,
+    WantedWorkers,
 )
 from services.router.workers.connection import WorkerConnection
 from slipstream import errors
@@ -174,6 +175,10 @@ class AdmissionGate:
         self._tickets[ticket.ask.key] = ticket
         self.controller.enter_again(ticket.ask, self.now_ms())
         self._poll()
+
+    def wanted(self) -> WantedWorkers:
+        """What of the queue more workers would let run."""
+        return self.controller.wanted(self.capacity(), self.now_ms())
 
     def gauges(self) -> dict[str, float]:
         """The metrics of admission."""

@@ -95,3 +95,10 @@ class Changes(msgspec.Struct, frozen=True, gc=False):
 
     admitted: tuple[str, ...] = ()
     expired: tuple[str, ...] = ()
+
+
+class WantedWorkers(msgspec.Struct, frozen=True, gc=False):
+    """What of a queue waits for workers: tokens to compute, and requests for want of places of decode."""
+
+    prefill_tokens: int = 0
+    decode_requests: int = 0

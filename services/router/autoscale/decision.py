@@ -8,8 +8,9 @@ A router of several processes is one replica. Values are means of processes, so 
 as many processes as routers have now.
 
 Queues say how late a tier is, and nothing while it keeps up: two fleets, one idle and one about to be full,
-both have none. So prefill workers, drafters and routers also count how busy they are. Draining processes
-count for nothing. A process whose report is missing counts like the mean of the others.
+both have none. So prefill workers, drafters and routers also count how busy they are. Requests that wait
+at a router for its own limit count there, not at decode workers: more of those would let none begin. Draining
+processes count for nothing. A process whose report is missing counts like the mean of the others.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def _decode(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
     places = [worker.max_sequences for worker in fleet if worker.role is Role.DECODE]
     if places and all(places):
         sequences = sum(report.requests_running + report.requests_waiting for report in reports)
-        waiting = sum(report.requests_waiting for report in routers)
+        waiting = sum(report.requests_waiting_decode for report in routers)
         share = (sequences * len(places) / len(reports) + waiting) / sum(places)
         signals.append(Signal("batch_share", share, aims.batch_share, "", "of the batches' places wanted"))
     return signals
@@ -145,10 +146,14 @@ def _router(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
     reports = _reports(fleet, Role.ROUTER)
     share = _mean([report.busy_share for report in reports])
     busy = Signal("loop_busy_share", share, aims.loop_busy_share, "", "of the time busy")
+    known = [report for report in reports if report.requests_allowed]
+    share = _mean([report.requests_running / report.requests_allowed for report in known])
+    meaning = "of the requests run that a router may run at once"
+    signals = [busy, Signal("requests_share", share, aims.requests_share, "", meaning)]
     if busy.value < IDLE_SHARE:
-        return [busy]
+        return signals
     delay_ms = _mean([report.event_loop_delay_ms for report in reports])
-    return [busy, Signal("loop_delay_ms", delay_ms, aims.loop_delay_ms, " ms", "of event-loop delay")]
+    return [*signals, Signal("loop_delay_ms", delay_ms, aims.loop_delay_ms, " ms", "of event-loop delay")]
 
 
 def _kvstore(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:

@@ -42,6 +42,7 @@ class Aims:
     step_ms: float = 50.0
     missed_share: float = 0.1  # of the drafts that steps want
     loop_delay_ms: float = 20.0
+    requests_share: float = 0.8  # of the requests that a router may run at once
     evicted_wanted_mib_per_s: float = 64.0  # of a kvstore node
     jobs: float = 16.0  # stored ones that could run now, a prefill or decode worker
 

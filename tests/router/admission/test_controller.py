@@ -18,6 +18,7 @@ from services.router.admission.types import (
     Changes,
     Priority,
     Verdict,
+    WantedWorkers,
 )
 
 UNKNOWN = Capacity()
@@ -299,3 +300,37 @@ def test_no_tenant_below_its_share_waits_while_the_reserve_has_places(seed: int,
         assert len(running) <= with_reserve(max_running)
         if len(running) < with_reserve(max_running):
             assert not any(reserve.is_below_share(each, max_running) for each in waiting.values())
+
+
+# ---- what more workers would let run
+
+
+def _queue_behind(capacity: Capacity, n: int, **limits: Any) -> AdmissionController:
+    """A controller after so many requests at once met an idle fleet."""
+    controller = AdmissionController(_limits(max_waiting=dict.fromkeys(Priority, 100), **limits))
+    for number in range(n):
+        controller.offer(_request(f"k{number}"), capacity, 0.0)
+    return controller
+
+
+@given(n=st.integers(0, 40), places=st.integers(1, 20), max_running=st.integers(1, 20))
+def test_requests_want_places_of_decode_as_far_as_the_router_may_run_them(
+    n: int, places: int, max_running: int
+) -> None:
+    capacity = Capacity(decode_sequences=places)
+    controller = _queue_behind(capacity, n, max_running=max_running)
+    wanted, room = controller.wanted(capacity, 0.0), max_running - controller.running
+    if room <= 0:
+        assert wanted == WantedWorkers(), "a queue behind the router's own limit wants no worker"
+    else:
+        assert wanted.decode_requests == min(controller.waiting, room)
+        assert wanted.prefill_tokens == 10 * controller.waiting
+    if max_running > with_reserve(places) and n > with_reserve(places):
+        assert wanted.decode_requests > 0, "decode is what is full"
+
+
+def test_what_waits_for_prefill_workers_wants_none_of_decode() -> None:
+    slow = Capacity(prefill_tokens_per_ms=0.001, decode_sequences=100)
+    controller = _queue_behind(slow, 5, max_prefill_wait_ms=100.0, max_running=64)
+    assert controller.waiting == 4
+    assert controller.wanted(slow, 0.0) == WantedWorkers(40, 0)

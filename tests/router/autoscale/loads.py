@@ -13,7 +13,14 @@ from slipstream.v1 import worker_pb2
 
 JOBS = ("jobs_waiting", "jobs_running", "jobs_allowed")
 # Fields of a report whose rise is more load.
-COUNTS = ("requests_running", "requests_waiting", "prefill_tokens_in_flight", "requests_unplaced", *JOBS)
+COUNTS = (
+    "requests_running",
+    "requests_waiting",
+    "requests_waiting_decode",
+    "prefill_tokens_in_flight",
+    "requests_unplaced",
+    *JOBS,
+)
 RATES = ("drafts_missed_per_s", "evicted_wanted_bytes_per_s", "event_loop_delay_ms", "decode_step_ms")
 
 
@@ -30,6 +37,8 @@ def _report(random: Random) -> worker_pb2.LoadReport:
     return worker_pb2.LoadReport(
         requests_running=random.choice([0, 1, 2, 100]),
         requests_waiting=random.choice([0, 1, 100]),
+        requests_waiting_decode=random.choice([0, 1, 100]),
+        requests_allowed=random.choice([0, 4, 256]),
         prefill_tokens_in_flight=random.choice([0, random.randint(0, 10**7)]),
         requests_unplaced=random.choice([0, 0, 3]),
         **{name: random.choice([0, random.randint(0, 100)]) for name in JOBS},

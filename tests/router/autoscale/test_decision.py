@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.autoscale.hpa import PERIOD_S, HpaController
 from libs.common.cluster.worker_record import Role
 from services.router.autoscale.decision import is_active, prefill_per_decode, recommend, recommend_all
 from services.router.autoscale.types import Aims, AutoscalePolicy, TierLimits, WorkerLoad
@@ -138,6 +139,7 @@ OVERLOADS: dict[str, tuple[Role, list[WorkerLoad]]] = {
     ),
     "loop_busy_share": (Role.ROUTER, [worker(Role.ROUTER, busy_share=0.95)]),
     "loop_delay_ms": (Role.ROUTER, [worker(Role.ROUTER, busy_share=BUSY, event_loop_delay_ms=30.0)]),
+    "requests_share": (Role.ROUTER, [worker(Role.ROUTER, requests_running=4, requests_allowed=4)]),
     "evicted_wanted_mib_per_s": (
         Role.KVSTORE,
         [worker(Role.KVSTORE, evicted_wanted_bytes_per_s=100.0 * MIB)],
@@ -170,6 +172,48 @@ def test_prompts_that_wait_at_routers_count_as_queued() -> None:
     found = recommend(waiting, Role.PREFILL, POLICY)
     assert found.signal.value == pytest.approx(5.0)
     assert found.wanted == 5
+
+
+def test_waits_for_places_of_decode_count_at_its_workers() -> None:
+    decode = tier(Role.DECODE, 1, requests_running=64)
+    routers = tier(Role.ROUTER, 2, requests_waiting=40, requests_waiting_decode=32)
+    assert recommend([*decode, *routers], Role.DECODE, POLICY).signal.value == pytest.approx(2.0)
+    assert wanted([*decode, *routers], Role.DECODE) == 3
+
+
+@given(FLEETS, st.integers(0, 10_000))
+def test_waits_for_a_routers_own_limit_want_no_workers(fleet: list[WorkerLoad], n: int) -> None:
+    """Such a router reports its queue, and neither tokens nor requests that workers could take."""
+    full = worker(Role.ROUTER, 9, requests_running=4, requests_allowed=4)
+    queued = worker(Role.ROUTER, 9, requests_running=4, requests_allowed=4, requests_waiting=n)
+    for role in (Role.PREFILL, Role.DECODE):
+        assert recommend([*fleet, queued], role, POLICY) == recommend([*fleet, full], role, POLICY)
+
+
+def test_a_router_at_its_limit_wants_another_one_and_says_why() -> None:
+    limited = worker(Role.ROUTER, requests_running=4, requests_allowed=4, requests_waiting=26)
+    fleet = [limited, worker(Role.PREFILL), worker(Role.DECODE, requests_running=4)]
+    found = recommend(fleet, Role.ROUTER, POLICY)
+    assert found.reason == "1 of the requests run that a router may run at once, aim 0.8"
+    assert [each.wanted for each in recommend_all(fleet, POLICY)][:3] == [2, 1, 1]
+
+
+@pytest.mark.parametrize("least", [1, 3])
+@given(requests=st.integers(0, 200), allowed=st.integers(1, 64))
+def test_routers_become_enough_for_their_requests_and_stay(least: int, requests: int, allowed: int) -> None:
+    """Requests spread evenly, behind an HPA: the routers run all of them, with little to spare."""
+    n, sizes, hpa = least, [], HpaController(least, 10_000)
+    for period in range(70):
+        shares = [min((requests + number) // n, allowed) for number in range(n)]
+        fleet = [
+            worker(Role.ROUTER, number, requests_running=share, requests_allowed=allowed)
+            for number, share in enumerate(shares)
+        ]
+        total = recommend(fleet, Role.ROUTER, POLICY).bounded_load
+        n = hpa.step(period * PERIOD_S, replicas=n, total=total)
+        sizes.append(n)
+    assert n * allowed >= requests
+    assert sizes[-20:] == [n] * 20
 
 
 def test_what_more_processes_would_not_mend_asks_for_none() -> None:

@@ -10,6 +10,9 @@ import pytest
 from libs.common.cluster.discovery import InMemoryDiscovery
 from libs.common.cluster.placement_record import Placement, SessionId
 from libs.common.cluster.worker_record import Role
+from services.router.admission.types import AdmissionRequest
+from services.router.autoscale.decision import recommend_all
+from services.router.autoscale.types import AutoscalePolicy
 from services.router.request.model_card import ModelCard
 from slipstream.enum_names import role_name
 from slipstream.rpc.cluster_secret import ClusterSecret
@@ -99,3 +102,19 @@ async def test_the_sessions_of_all_tenants_are_counted_off_the_event_loop(
         monkeypatch.setattr(router.signals, "_sessions", sessions)
         await router.signals.holdings()
         assert counted_by and threading.get_ident() not in counted_by
+
+
+async def test_a_router_at_its_own_limit_reports_no_wait_for_workers(card: ModelCard) -> None:
+    async with running_router(card, InMemoryDiscovery(), max_requests=2) as router:
+        gate = router.manager.gate
+        tickets = [
+            gate.offer(AdmissionRequest(f"k{n}", "t", prefill_tokens=100), on_preempt=lambda: None)
+            for n in range(5)
+        ]
+        report = router.load()
+        found = {row.role: row for row in recommend_all(router.signals.loads(), AutoscalePolicy())}
+        for ticket in tickets:
+            ticket.end()
+    assert (report.requests_running, report.requests_allowed, report.requests_waiting) == (2, 2, 3)
+    assert (report.requests_waiting_decode, report.prefill_tokens_in_flight) == (0, 0)
+    assert found[Role.ROUTER].load >= 1.25, "its own share, or that of its event loop, which has just begun"
