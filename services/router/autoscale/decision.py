@@ -23,6 +23,9 @@ from slipstream.v1 import worker_pb2
 
 # Below this share of busy time late drafts and late timers have other causes than too few processes.
 IDLE_SHARE = 0.25
+# A step of so few sequences a decode worker is hardly shorter on a larger fleet: what is left of it does not
+# depend on their number.
+STEP_SEQUENCES = 4
 # While no prefill worker has computed anything yet.
 ASSUMED_PREFILL_TOKENS_PER_S = 5_000.0
 _MIB = 1 << 20
@@ -116,11 +119,9 @@ def _decode(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
     reports, routers = _reports(fleet, Role.DECODE), _reports(fleet, Role.ROUTER)
     blocks = sum(r.blocks_held + r.blocks_cached + r.blocks_free for r in reports)
     held = sum(report.blocks_held for report in reports)
-    # A step of one sequence is not shorter on a larger fleet.
-    steps_ms = [report.decode_step_ms if report.requests_running > 1 else 0.0 for report in reports]
     signals = [
         Signal("kv_share", held / blocks if blocks else 0.0, aims.kv_share, "", "of the KV blocks held"),
-        Signal("step_ms", _mean(steps_ms), aims.step_ms, " ms", "a step"),
+        _steps(reports, aims),
         _jobs(fleet, Role.DECODE, aims),
     ]
     places = [worker.max_sequences for worker in fleet if worker.role is Role.DECODE]
@@ -130,6 +131,22 @@ def _decode(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
         share = (sequences * len(places) / len(reports) + waiting) / sum(places)
         signals.append(Signal("batch_share", share, aims.batch_share, "", "of the batches' places wanted"))
     return signals
+
+
+def _steps(reports: Reports, aims: Aims) -> Signal:
+    """Its value wants at most one worker for each STEP_SEQUENCES sequences.
+
+    Without that bound a fleet whose shortest step exceeds the aim would grow for ever. Below the bound the
+    wish does not fall to nothing, so that no fleet shrinks and grows in turns.
+    """
+    mean_ms = _mean([report.decode_step_ms if report.requests_running else 0.0 for report in reports])
+    sequences = _mean([report.requests_running for report in reports])
+    most_ms, meaning = aims.step_ms * sequences / STEP_SEQUENCES, "a step"
+    if mean_ms > most_ms:
+        meaning += (
+            f" (measured {mean_ms:.3g}, but a worker for fewer than {STEP_SEQUENCES} sequences is no faster)"
+        )
+    return Signal("step_ms", min(mean_ms, most_ms), aims.step_ms, " ms", meaning)
 
 
 def _drafter(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
