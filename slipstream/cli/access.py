@@ -24,10 +24,12 @@ from slipstream.cli.options import (
     TlsKey,
     TlsServerName,
     check_endpoints,
+    is_flag,
     read_api_key,
     tls_from,
     warn_of_exposure,
 )
+from slipstream.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from slipstream.cli.fleet.fleet_client import FleetClient
@@ -62,18 +64,28 @@ class OperatorAccess:
         """Opens channels with the operator's credentials. Raises InvalidArgument."""
         from slipstream.operator_access import operator_dial
 
-        flags = self.flags
-        if flags["cluster_secret_file"] is not None:
-            warn_of_exposure("--cluster-secret-file", flags["cluster_secret_file"])
+        flags, secret_file = self.flags, self.flags["cluster_secret_file"]
+        if secret_file is not None:
+            warn_of_exposure("--cluster-secret-file", secret_file)
         return operator_dial(
             self.run_dir,
-            given=flags["cluster_secret_file"],
+            given=secret_file,
             tls=tls_from(
                 flags["tls_ca"], flags["tls_certificate"], flags["tls_key"], flags["tls_server_name"]
             ),
-            api_key=read_api_key(flags["api_key"], flags["api_key_file"], use_file=bool(self.routers)),
+            api_key=self._api_key(),
             is_remote=bool(self.routers),
         )
+
+    def _api_key(self) -> str | None:
+        """The key of a flag, else of the environment where no flag gives a secret. Raises InvalidArgument."""
+        flags = self.flags
+        if is_flag("cluster_secret_file"):
+            for name, flag in (("api_key", "--api-key"), ("api_key_file", "--api-key-file")):
+                if is_flag(name):
+                    raise InvalidArgument(f"--cluster-secret-file, {flag}", "are two credentials: give one")
+            return None
+        return read_api_key(flags["api_key"], flags["api_key_file"], use_file=bool(self.routers))
 
     def fleet_client(self) -> FleetClient:
         """The fleet through the named routers, else through those of the local cluster. Raises NotFound."""

@@ -161,6 +161,12 @@ class SourceCommand(TyperCommand):
             _running.reset(before)
 
 
+def is_flag(name: str) -> bool:
+    """Whether the arguments of the command that runs have this parameter, and not the environment alone."""
+    ctx = _running.get()
+    return getattr(ctx and ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
+
+
 def name_sources(app: typer.Typer) -> None:
     """Let all commands of the app, and of the apps below it, be of this class."""
     for command in app.registered_commands:
