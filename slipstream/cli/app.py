@@ -27,8 +27,10 @@ from slipstream.cli.options import (
     Instance,
     RestartTimeoutS,
     Rolling,
+    StatusInstance,
     UndrainTimeoutS,
     check_endpoints,
+    check_one_process,
     name_sources,
 )
 from slipstream.cli.top.command import top
@@ -74,6 +76,7 @@ def _show_usage_error(error: Any) -> int:
 
 @takes_access
 def status(
+    instance: StatusInstance = None,
     endpoint: Annotated[
         list[str] | None,
         typer.Option(help="host:port of a process (a router's admin port); repeatable."),
@@ -83,9 +86,12 @@ def status(
     access: OperatorAccess,
 ) -> None:
     """Show what the processes of a cluster, or those at --endpoint, run and hold."""
-    from slipstream.cli.status import show_endpoints, show_fleet
+    from slipstream.cli.status import show_endpoints, show_fleet, show_process
 
-    if endpoint:
+    if instance is not None:
+        check_one_process(endpoint)
+        asyncio.run(show_process(_named(access), instance, as_json=as_json))
+    elif endpoint:
         check_endpoints(endpoint)
         asyncio.run(show_endpoints(endpoint, as_json=as_json, dial=access.dial()))
     else:

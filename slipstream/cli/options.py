@@ -48,6 +48,10 @@ ClusterSecretFile = Annotated[
 
 
 Instance = Annotated[str, typer.Argument(help="Name of a process, such as decode-0 or decode/decode-0.")]
+StatusInstance = Annotated[
+    str | None,
+    typer.Argument(help="Name of one process, to show what it holds too: a router asks it."),
+]
 # Defaults of the two below.
 DRAIN_S, UNDRAIN_S = 150.0, 90.0
 DrainTimeoutS = Annotated[
@@ -84,6 +88,12 @@ def warn_of_exposure(flag: str, file: Path) -> None:
         command = _running.get()
         source = flag if command is None else _by_source(command, flag)
         print(f"slipstream: {source}: {text}", file=sys.stderr)
+
+
+def check_one_process(endpoints: Iterable[str] | None) -> None:
+    """Raises InvalidArgument where --endpoint names a process beside its name."""
+    if endpoints:
+        raise InvalidArgument("--endpoint", "and the name of a process are two ways to say which: give one")
 
 
 def read_api_key(key: str | None, file: Path | None, *, use_file: bool = True) -> str | None:

@@ -1,4 +1,4 @@
-"""`slipstream status --endpoint`: what processes say of themselves over WorkerService."""
+"""`slipstream status`: what processes say of themselves, at their ports or by way of a router."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from google.protobuf.json_format import MessageToDict
 from rich.table import Table
 
 from slipstream.cli.chat.harmless_text import harmless_line
-from slipstream.cli.fleet.fleet_client import FleetClient, fleet_dict
+from slipstream.cli.fleet.fleet_client import ASK_TIMEOUT_S as ROUTED_TIMEOUT_S
+from slipstream.cli.fleet.fleet_client import FleetClient, fleet_dict, key_of
 from slipstream.cli.port_error import port_error
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.enum_names import role_name, transport_name
@@ -88,6 +89,36 @@ async def show_fleet(client: FleetClient, *, as_json: bool) -> None:
         table.add_row(row["instance"], row["endpoint"], row["state"], *load_cells(row))
     print(harmless_line(f"{fleet['model']}, as {fleet['router']} sees it"))
     print_table(table)
+
+
+async def show_process(client: FleetClient, name: str, *, as_json: bool) -> None:
+    """Print what one process of the fleet runs and holds, by way of the router: an API key opens that.
+
+    Raises NotFound, InvalidArgument for a name that several tiers have, and what the process answers.
+    """
+    process = await client.find(name)
+    async with client.process_dial()(key_of(process)) as channel:
+        stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
+        try:
+            answer = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=ROUTED_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise port_error(error) from None
+    status = status_dict(answer)
+    if as_json:
+        print(
+            json.dumps(
+                {"workers": [{"endpoint": process.endpoint, "status": status, "error": None}]}, indent=2
+            )
+        )
+        return
+    print_table(_table([process.endpoint], [status]))
+    print(f"up for {answer.uptime_ms / 1e3:.0f} s; {held_words(answer.ledger)}")
+
+
+def held_words(ledger: worker_pb2.Ledger) -> str:
+    """What requests hold, as a line shows it."""
+    held = [f"{count} {field.name.replace('_', ' ')}" for field, count in ledger.ListFields()]
+    return f"requests hold {', '.join(held) or 'nothing'}"
 
 
 async def ask_status(endpoint: str, dial: OpenChannel) -> worker_pb2.GetStatusResponse | SlipstreamError:

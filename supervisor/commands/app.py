@@ -22,8 +22,10 @@ from slipstream.cli.options import (
     RestartTimeoutS,
     Rolling,
     RunDir,
+    StatusInstance,
     UndrainTimeoutS,
     check_endpoints,
+    check_one_process,
 )
 from slipstream.errors import InvalidArgument
 from supervisor.cluster_options import ClusterOptions, flags_of
@@ -71,6 +73,7 @@ def down(
 
 @takes_access
 def status(
+    instance: StatusInstance = None,
     endpoint: Annotated[
         list[str] | None,
         typer.Option(
@@ -85,7 +88,12 @@ def status(
 
     With --router, the processes that a router of any cluster sees.
     """
-    if endpoint:
+    if instance is not None:
+        from slipstream.cli.status import show_process
+
+        check_one_process(endpoint)
+        asyncio.run(show_process(access.fleet_client(), instance, as_json=as_json))
+    elif endpoint:
         from slipstream.cli.status import show_endpoints
 
         check_endpoints(endpoint)

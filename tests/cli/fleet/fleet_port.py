@@ -59,6 +59,8 @@ class FleetPort(fleet_pb2_grpc.FleetServiceServicer):
         answer: Any = worker_pb2.UndrainResponse()
         if method == "Undrain":
             named.state = READY
+        elif method == "GetStatus":
+            answer = self._status_of(named)
         elif worker_pb2.DrainRequest.FromString(request.message).exit:
             answer = worker_pb2.DrainResponse()
             del self.processes[request.instance]
@@ -68,6 +70,18 @@ class FleetPort(fleet_pb2_grpc.FleetServiceServicer):
         else:
             answer, named.state = worker_pb2.DrainResponse(ledger=self.held), DRAINING
         yield fleet_pb2.CallProcessResponse(message=answer.SerializeToString())
+
+    def _status_of(self, named: fleet_pb2.FleetProcess) -> worker_pb2.GetStatusResponse:
+        return worker_pb2.GetStatusResponse(
+            role=named.role,
+            instance=named.instance,
+            load=named.load,
+            ledger=self.held,
+            uptime_ms=125_000,
+            rss_bytes=250_000_000,
+            draining=named.state == DRAINING,
+            counters={"slipstream_kv_blocks_leaked": 3},
+        )
 
     async def _serve(self, address: str) -> None:
         server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])

@@ -84,6 +84,17 @@ def test_status_top_autoscale_and_kv(operated: Operated) -> None:
     assert operated.run("kv", "drop", "--all").exit_code == 0
 
 
+def test_status_of_one_process_by_way_of_the_router(operated: Operated) -> None:
+    until(lambda: set(operated.states().values()) == {"ready"}, what=lambda: str(operated.states()))
+    for name in operated.states():
+        said = operated.run("status", name, "--json")
+        assert said.exit_code == 0, said.exception
+        (row,) = json.loads(said.output)["workers"]
+        assert row["status"]["instance"] == name
+        assert row["status"]["ledger"]["blocks_leaked"] == "0"
+    assert "requests hold nothing" in operated.run("status", "decode-1").output
+
+
 def test_drain_undrain_and_restart(operated: Operated) -> None:
     drained = operated.run("drain", "decode-1")
     assert drained.exit_code == 0, drained.exception

@@ -1,0 +1,54 @@
+"""`slipstream status NAME`: one process with what requests hold there, by way of a router."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from slipstream.cli.app import app
+from slipstream.errors import InvalidArgument, NotFound
+from slipstream.v1 import worker_pb2
+from tests.cli.fleet.fleet_port import DRAINING, FleetPort, process
+
+
+@pytest.fixture
+def port() -> Iterator[FleetPort]:
+    with FleetPort(process("router"), process("decode", requests_running=2, blocks_held=5)).serving() as port:
+        yield port
+
+
+def invoke(port: FleetPort, *arguments: str) -> Any:
+    return CliRunner().invoke(app, ["status", *arguments, "--router", port.endpoint])
+
+
+def test_the_ledger_of_a_named_process_comes_through_the_router(port: FleetPort) -> None:
+    port.held = worker_pb2.Ledger(sequences=2, blocks_held=5)
+    port.processes["decode-0"].state = DRAINING
+    shown = invoke(port, "decode/decode-0")
+    assert shown.exit_code == 0, shown.exception
+    assert "decode-0 10.0.0.0:7000 draining" in " ".join(shown.output.split())
+    assert shown.output.endswith("up for 125 s; requests hold 2 sequences, 5 blocks held\n")
+    assert [call[:2] for call in port.calls] == [("decode-0", "GetStatus")]
+
+
+def test_json_has_the_shape_of_endpoints_with_ledger_and_counters(port: FleetPort) -> None:
+    port.held = worker_pb2.Ledger(transfers=1)
+    (row,) = json.loads(invoke(port, "decode-0", "--json").output)["workers"]
+    assert (row["endpoint"], row["error"]) == ("10.0.0.0:7000", None)
+    assert row["status"]["ledger"]["transfers"] == "1"
+    assert row["status"]["counters"] == {"slipstream_kv_blocks_leaked": 3.0}
+
+
+def test_an_idle_process_holds_nothing(port: FleetPort) -> None:
+    assert "requests hold nothing" in invoke(port, "decode-0").output
+
+
+def test_an_unknown_name_and_two_ways_to_name_a_process_are_refused(port: FleetPort) -> None:
+    assert isinstance(invoke(port, "decode-7").exception, NotFound)
+    both = invoke(port, "decode-0", "--endpoint", "127.0.0.1:1").exception
+    assert isinstance(both, InvalidArgument) and both.field == "--endpoint"
+    assert not port.calls
