@@ -11,6 +11,8 @@ from slipstream.enum_names import role_name
 from slipstream.v1 import fleet_pb2, worker_pb2
 
 TIERS = ("router", "prefill", "decode", "drafter", "kvstore")
+# Shown also without processes: what is missing is what an operator looks for.
+_ALWAYS = ("prefill", "decode", "kvstore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,18 @@ class FleetRows:
     processes: tuple[ProcessRow, ...]
     tiers: tuple[TierRow, ...]
 
+    @property
+    def has_decode(self) -> bool:
+        """Whether a decode worker is ready: without one requests wait, and then fail."""
+        return any(tier.tier == "decode" and tier.ready for tier in self.tiers)
+
 
 def view_of(fleet: fleet_pb2.GetFleetResponse) -> FleetRows:
     """The rows of an answer, by tier and name."""
     rows = sorted(map(_row, fleet.processes), key=_by_tier)
     tiers = [_tier(name, [row for row in rows if row.tier == name]) for name in TIERS]
-    return FleetRows(fleet.router, fleet.model, tuple(rows), tuple(tier for tier in tiers if tier.processes))
+    shown = tuple(tier for tier in tiers if tier.processes or tier.tier in _ALWAYS)
+    return FleetRows(fleet.router, fleet.model, tuple(rows), shown)
 
 
 def _row(process: fleet_pb2.FleetProcess) -> ProcessRow:

@@ -104,7 +104,8 @@ def _heading(view: FleetRows | None, state: ScreenState) -> list[Text]:
     title = Text(f"{view.model}  {view.router} at {state.endpoint}  {state.time_text}{paused}", style="bold")
     if state.trouble:
         return [title, Text(f"no answer, asks again: {harmless_line(state.trouble)}", style="bold red")]
-    return [title, Text(_requests(view))]
+    missing = Text("" if view.has_decode else "no decode worker is ready; ", style="bold red")
+    return [title, missing.append(Text(_requests(view), style="not bold default"))]
 
 
 def _requests(view: FleetRows) -> str:

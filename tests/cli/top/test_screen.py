@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,8 +59,8 @@ def test_a_screen_of_80_columns_has_requests_tiers_and_processes() -> None:
 def test_a_hundred_workers_scroll_to_the_last_one() -> None:
     view = fleet(100)
     first = texts(view, STATE, 80, 24)
-    assert "decode-0" in first[11] and not any(line.startswith("decode-99 ") for line in first)
-    assert first[-1].endswith(f"1-{24 - 10} of 102")
+    assert "decode-0" in first[12] and not any(line.startswith("decode-99 ") for line in first)
+    assert first[-1].endswith(f"1-{24 - 11} of 102")
     state = ScreenState("r:1", "", offset=last_offset(view, height=24))
     last = texts(view, state, 80, 24)
     assert last[-2].startswith("decode-99 ") and last[-1].endswith("of 102")
@@ -87,6 +89,26 @@ def test_a_router_that_does_not_answer_leaves_the_last_figures_and_says_why() ->
     assert texts(None, state, 80, 24)[1] == "connection refused"
 
 
+def test_a_tier_without_processes_keeps_its_row_and_no_decode_worker_is_said() -> None:
+    lines = texts(fleet(0), STATE, 120, 24)
+    assert lines[1].startswith("no decode worker is ready; requests 3 running")
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line}
+    assert rows["decode"] == rows["kvstore"] == ["0/0"] + ["-"] * 7
+    assert rows["prefill"][0] == "1/1" and "drafter" not in rows
+    tiers: Any = view_dict(fleet(0), "tier")["tiers"]
+    assert [(tier["tier"], tier["ready"], tier["processes"]) for tier in tiers] == [
+        ("router", 1, 1), ("prefill", 1, 1), ("decode", 0, 0), ("kvstore", 0, 0),
+    ]  # fmt: skip
+
+
+def test_decode_workers_that_all_drain_are_said_too() -> None:
+    drains = process("decode", requests_running=4)
+    drains.state = DRAINING
+    view = view_of(fleet_pb2.GetFleetResponse(processes=[drains, process("router", requests_running=1)]))
+    assert texts(view, STATE, 120, 24)[1].startswith("no decode worker is ready; requests 1 running")
+    assert "no decode worker" not in texts(fleet(1), STATE, 120, 24)[1]
+
+
 def test_sorts_put_the_largest_first_and_the_unknown_last() -> None:
     rows = fleet(12).processes
     assert [row.instance for row in sorted_rows(rows, "tier")][:3] == ["router-0", "prefill-0", "decode-0"]
@@ -100,7 +122,7 @@ def test_a_process_that_drains_is_not_ready() -> None:
     drains = process("decode", requests_running=4)
     drains.state = DRAINING
     view = view_of(fleet_pb2.GetFleetResponse(processes=[drains]))
-    (tier,) = view.tiers
+    (tier,) = [tier for tier in view.tiers if tier.tier == "decode"]
     assert (tier.ready, tier.processes) == (0, 1)
     assert view_dict(view, "tier")["processes"][0]["state"] == "draining"  # type: ignore[index]
 
@@ -110,7 +132,7 @@ def test_long_names_are_cut_and_figures_stay_in_their_columns(name: str) -> None
     named = process("decode", requests_running=7)
     named.instance = name
     view = view_of(fleet_pb2.GetFleetResponse(processes=[named]))
-    row = texts(view, STATE, 80, 24)[7]
+    row = texts(view, STATE, 80, 24)[9]
     assert row.split()[1:3] == ["ready", "7"] and len(row) <= 80
 
 

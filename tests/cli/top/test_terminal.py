@@ -177,7 +177,7 @@ def test_without_a_terminal_it_prints_once() -> None:
     assert len([line for line in lines if line.startswith("decode-")]) == 100
     assert "\x1b" not in shown and "q quit" not in shown
     assert lines[-1].startswith("decode-0 ")
-    assert [tier["tier"] for tier in said["tiers"]] == ["router", "decode"]
+    assert [tier["tier"] for tier in said["tiers"]] == ["router", "prefill", "decode", "kvstore"]
     assert said["processes"][0]["running"] == 5
     refused = CliRunner().invoke(app, ["top", "--router", "127.0.0.1:1", "--sort", "size"])
     assert "--sort: must be one of tier, load" in str(refused.exception)
