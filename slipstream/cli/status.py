@@ -104,6 +104,7 @@ async def show_process(client: FleetClient, name: str, *, as_json: bool) -> None
         except grpc.aio.AioRpcError as error:
             raise port_error(error) from None
     status = status_dict(answer)
+    add_room(status, process.load.blocks_free)
     if as_json:
         print(
             json.dumps(
@@ -147,6 +148,21 @@ def answer_state(status: Mapping[str, Any], *, ready: str = "ready") -> str:
 
 
 def load_cells(status: Mapping[str, Any]) -> list[str]:
-    """The cells below LOAD_COLUMNS; "-" where the process did not answer."""
+    """The cells below LOAD_COLUMNS; "-" where the process did not answer, or does not know its room yet."""
     load = status.get("load") or {}
+    if _lacks_room(status):
+        load = {**load, "blocks_free": "-"}
     return [str(load.get(field, "-")) for field in LOAD_COLUMNS.values()]
+
+
+def add_room(status: Mapping[str, Any], n_blocks: int) -> None:
+    """Let a kvstore node without a block have this room: it learns the size of a block with the first one."""
+    if n_blocks and _lacks_room(status):
+        status["load"]["blocks_free"] = str(n_blocks)
+
+
+def _lacks_room(status: Mapping[str, Any]) -> bool:
+    load = status.get("load")
+    if status.get("role") != "kvstore" or not load:
+        return False
+    return not any(int(load[field]) for field in ("blocks_free", "blocks_cached", "blocks_held"))

@@ -137,7 +137,9 @@ class FleetProcess(_message.Message):
     """of a router: where clients call RouterService and JobService"""
     @_builtins.property
     def load(self) -> _worker_pb2.LoadReport:
-        """absent where the last report is older than 3 s"""
+        """Absent where the last report is older than 3 s. A kvstore node without a block has the room of its memory
+        as blocks_free, in blocks of the workers that the router sees.
+        """
 
     @_builtins.property
     def capacity(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:

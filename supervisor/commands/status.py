@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,17 @@ from typing import Any
 from msgspec import structs
 from rich.table import Table
 
+from libs.common.cluster.kvstore_room import kvstore_rooms
 from libs.common.cluster.placement_record import SESSIONS_PREFIX, SessionId, decode_placement
-from libs.common.cluster.worker_record import Role
+from libs.common.cluster.worker_record import WORKERS_PREFIX, Role, Worker, decode_worker
 from libs.common.etcd.access import EtcdAccess
 from libs.common.etcd.channel import EtcdTls
+from libs.common.etcd.messages import KeyValue
 from slipstream.cli.chat.harmless_text import harmless_line
 from slipstream.cli.status import (
     ASK_TIMEOUT_S,
     LOAD_COLUMNS,
+    add_room,
     answer_fields,
     answer_state,
     ask_status,
@@ -46,10 +50,12 @@ async def show_status(run_dir: Path, *, as_json: bool, dial: Dial) -> None:
     Raises NotFound if none runs there, Unavailable if a ready process did not answer.
     """
     record = read_record(run_dir, instead="--endpoint HOST:PORT")
-    answers, (sessions, trouble) = await asyncio.gather(
-        asyncio.gather(*(_ask(process, dial) for process in record.processes)), _placements(record)
+    answers, (sessions, rooms, trouble) = await asyncio.gather(
+        asyncio.gather(*(_ask(process, dial) for process in record.processes)), _recorded(record)
     )
     workers = [row for pair in zip(record.processes, answers, strict=True) for row in _rows(*pair)]
+    for worker in workers:
+        add_room(worker["status"] or {}, rooms.get(worker["instance"], 0))
     if as_json:
         cluster = {key: value for key, value in asdict(record).items() if key != "processes"}
         document = {"cluster": cluster, "workers": workers, "sessions": sessions, "etcd_error": trouble}
@@ -94,18 +100,29 @@ async def _ask(
     return [answers[instance] for instance in sorted(answers)] or trouble
 
 
-async def _placements(record: ClusterRecord) -> tuple[list[dict[str, Any]], str | None]:
-    """All recorded placements, newest first; or why they are not known."""
+async def _recorded(record: ClusterRecord) -> tuple[list[dict[str, Any]], Mapping[str, int], str | None]:
+    """All placements, newest first, and the room of each kvstore node; or why they are not known."""
     try:
         client = etcd_access(record).open(timeout_s=ASK_TIMEOUT_S)
     except SlipstreamError as error:
-        return [], error.message
+        return [], {}, error.message
     try:
-        entries = (await client.get_prefix(SESSIONS_PREFIX)).entries.values()
+        placements = (await client.get_prefix(SESSIONS_PREFIX)).entries.values()
+        members = (await client.get_prefix(WORKERS_PREFIX)).entries.values()
     except SlipstreamError as error:
-        return [], error.message
+        return [], {}, error.message
     finally:
         await client.close()
+    return _placements(placements), kvstore_rooms(_workers(members)), None
+
+
+def _workers(entries: Iterable[KeyValue]) -> Iterator[Worker]:
+    for entry in entries:
+        with contextlib.suppress(ValueError):
+            yield decode_worker(entry.key, entry.value).worker
+
+
+def _placements(entries: Iterable[KeyValue]) -> list[dict[str, Any]]:
     sessions = []
     for entry in sorted(entries, key=lambda entry: -entry.mod_revision):
         try:
@@ -115,7 +132,7 @@ async def _placements(record: ClusterRecord) -> tuple[list[dict[str, Any]], str 
             continue
         row = {**structs.asdict(session), **structs.asdict(placement), "tail_hash": placement.tail_hash.hex()}
         sessions.append(row)
-    return sessions, None
+    return sessions
 
 
 def etcd_access(record: ClusterRecord) -> EtcdAccess:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from libs.common.cluster.kvstore_room import kvstore_rooms
 from libs.common.cluster.worker_record import FleetSnapshot, Role, Worker
 from services.router.workers.connection import WorkerConnection
 from slipstream.enum_names import role_value
@@ -12,6 +13,7 @@ from slipstream.v1 import fleet_pb2, worker_pb2
 READY = fleet_pb2.PROCESS_STATE_READY
 SILENT = fleet_pb2.PROCESS_STATE_SILENT
 DRAINING = fleet_pb2.PROCESS_STATE_DRAINING
+_KVSTORE = role_value(Role.KVSTORE)
 
 Reports = Mapping[str, worker_pb2.LoadReport | None]
 
@@ -26,13 +28,19 @@ def fleet_processes(
     """All processes, by role and instance.
 
     `routers`: the load report of each router by instance. `leaving`: the report of a process that drains,
-    which has no link any more.
+    which has no link any more. A kvstore node without a block shows the room of its memory.
     """
     found = [_linked(link) for link in links]
     for worker in members.with_role(Role.ROUTER):
         report = routers.get(worker.instance)
         found.append(_process(worker, _state(report, is_ready=report is not None), report))
     found += [_process(worker, DRAINING, leaving(worker)) for worker in members.leaving]
+    rooms = kvstore_rooms((*members.workers, *members.leaving))
+    for process in found:
+        load = process.load
+        is_empty = not (load.blocks_free or load.blocks_cached or load.blocks_held)
+        if process.role == _KVSTORE and process.HasField("load") and is_empty:
+            load.blocks_free = rooms.get(process.instance, 0)
     return sorted(found, key=lambda process: (process.role, process.instance))
 
 

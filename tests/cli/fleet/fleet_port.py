@@ -39,6 +39,9 @@ class FleetPort(fleet_pb2_grpc.FleetServiceServicer):
         self.metadata: dict[str, Any] = {}
         self.endpoint = ""
         self.held = worker_pb2.Ledger()  # what a drained process still holds
+        self.reports: dict[
+            str, worker_pb2.LoadReport
+        ] = {}  # of processes that say other than the fleet shows
         self.restarts = True  # whether a process that ends is started again
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -75,7 +78,7 @@ class FleetPort(fleet_pb2_grpc.FleetServiceServicer):
         return worker_pb2.GetStatusResponse(
             role=named.role,
             instance=named.instance,
-            load=named.load,
+            load=self.reports.get(named.instance, named.load),
             ledger=self.held,
             uptime_ms=125_000,
             rss_bytes=250_000_000,

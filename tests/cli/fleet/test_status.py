@@ -52,3 +52,17 @@ def test_an_unknown_name_and_two_ways_to_name_a_process_are_refused(port: FleetP
     both = invoke(port, "decode-0", "--endpoint", "127.0.0.1:1").exception
     assert isinstance(both, InvalidArgument) and both.field == "--endpoint"
     assert not port.calls
+
+
+@pytest.mark.parametrize(("room", "shown"), [(0, "-"), (1024, "1024")])
+def test_an_empty_kvstore_node_has_the_room_that_the_router_knows(
+    port: FleetPort, room: int, shown: str
+) -> None:
+    """The node itself does not know the size of a block yet."""
+    port.processes["kvstore-0"] = process("kvstore", requests_running=1, blocks_free=room)
+    port.reports["kvstore-0"] = worker_pb2.LoadReport(requests_running=1)
+    assert invoke(port, "kvstore-0").output.splitlines()[-2].split()[-3:] == ["0", "0", shown]
+    (row,) = json.loads(invoke(port, "kvstore-0", "--json").output)["workers"]
+    assert row["status"]["load"]["blocks_free"] == str(room)
+    fleet = next(line for line in invoke(port).output.splitlines() if line.startswith("kvstore-0"))
+    assert fleet.split()[-3:] == ["0", "0", shown]

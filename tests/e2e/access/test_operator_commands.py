@@ -6,6 +6,7 @@ machines than the cluster has no run directory, no secret and no way to the work
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from libs.common.cluster.worker_record import Role
 from slipstream.cli.app import app
 from slipstream.credentials.api_key_file import KeyScope, add_key
 from slipstream.errors import Unauthenticated
+from slipstream.operator_access import operator_dial
 from slipstream.rpc.tls import TlsFiles
+from supervisor.commands.status import show_status
 from tests.support.clusters.fake_engines import fake_engine_config
 from tests.support.clusters.local_cluster import LocalCluster, until
 from tests.support.fixture_dirs import lasting_dir
@@ -93,6 +96,21 @@ def test_status_of_one_process_by_way_of_the_router(operated: Operated) -> None:
         assert row["status"]["instance"] == name
         assert row["status"]["ledger"]["blocks_leaked"] == "0"
     assert "requests hold nothing" in operated.run("status", "decode-1").output
+
+
+def test_an_empty_kvstore_node_has_room(operated: Operated, capsys: pytest.CaptureFixture[str]) -> None:
+    until(lambda: set(operated.states().values()) == {"ready"}, what=lambda: str(operated.states()))
+    assert operated.run("kv", "drop", "--all").exit_code == 0
+    fleet = json.loads(operated.run("status", "--json").output)["processes"]
+    (store,) = [each for each in fleet if each["instance"] == "kvstore-0"]
+    assert int(store["load"]["blocks_free"]) > 100
+    run_dir = operated.cluster.run_dir
+    capsys.readouterr()
+    asyncio.run(show_status(run_dir, as_json=True, dial=operator_dial(run_dir)))
+    (shown,) = [
+        each for each in json.loads(capsys.readouterr().out)["workers"] if each["instance"] == "kvstore-0"
+    ]
+    assert shown["status"]["load"]["blocks_free"] == store["load"]["blocks_free"]
 
 
 def test_drain_undrain_and_restart(operated: Operated) -> None:
