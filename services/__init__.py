@@ -5,5 +5,8 @@ Must not import `supervisor`.
 
 import os
 
-# Else gRPC writes a line in another form for each failed TLS handshake. It reads this when it is imported.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+_GIVEN = os.environ.get("GRPC_VERBOSITY", "ERROR")
+# Else gRPC writes lines in another form among those of the log, such as one for each failed TLS handshake. It
+# reads this when it is imported. ERROR is its own default, which the SDK sets too; INFO and DEBUG stay.
+GRPC_VERBOSITY = "NONE" if _GIVEN == "ERROR" else _GIVEN
+os.environ["GRPC_VERBOSITY"] = GRPC_VERBOSITY

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from libs.common.cluster.exit_reports import MODEL_UNUSABLE, count_oom_kills, is_crash
 from libs.common.cluster.worker_service import INCARNATION_VARIABLE, new_incarnation
+from services import GRPC_VERBOSITY
 from slipstream.errors import FailedPrecondition
 from supervisor.forking.forked_process import reap_group
 from supervisor.forking.launcher import ProcessLauncher, RunningProcess
@@ -257,8 +258,8 @@ def service_environment(variables: Mapping[str, str]) -> dict[str, str]:
         # A setting of the shell would reach every service; the plan's variables and flags are the settings.
         **{name: text for name, text in os.environ.items() if not name.startswith("SLIPSTREAM_")},
         "PYTHONUNBUFFERED": "1",
-        # Importing `services` sets it, in the supervisor too: a fork server from before would not fit then.
-        "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "ERROR"),
+        # As services set it when they are imported: a fork server with another value would not fit then.
+        "GRPC_VERBOSITY": GRPC_VERBOSITY,
         **variables,
     }
 
