@@ -23,7 +23,9 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.keepalive_timeout_ms", 3_000),
     # gRPC uses this value for an unanswered ping (dial.py).
     ("grpc.http2.ping_timeout_ms", 3_000),
-    ("grpc.keepalive_permit_without_calls", 1),
+    # etcd counts a ping beside no call as too many. A connection in use has the calls of probes; one that was
+    # replaced lingers without any, and etcd's refusal would halve the pings of its address.
+    ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     # Also the limit of one connection attempt: a stopped etcd accepts a connection and then sends nothing.
