@@ -26,9 +26,9 @@ _WIDTHS: Floats = np.diff(_EDGES)
 _FREQUENCIES = np.array(FREQUENCY_OF_KIND)
 
 # Hits that a kind needs before it is believed as much as the kinds like it.
-_PRIOR_HITS = 10.0
+_PRIOR_HITS = 5.0
 # Wanted blocks between two times of learning, seldom once much is known.
-_MIN_LEARN_BLOCKS = 256
+_MIN_LEARN_BLOCKS = 32
 _MAX_LEARN_BLOCKS = 8192
 # Wanted blocks after which what was seen counts half.
 _MIN_HALF_LIFE_BLOCKS = 131_072
@@ -83,7 +83,7 @@ class ReuseModel:
         now = self._history.now
         if now >= self._learn_at:
             self._learn()
-            self._learn_at = now + max(min(now // 8, _MAX_LEARN_BLOCKS), _MIN_LEARN_BLOCKS)
+            self._learn_at = now + max(min(now // 64, _MAX_LEARN_BLOCKS), _MIN_LEARN_BLOCKS)
 
     def _learn(self) -> None:
         history = self._history
@@ -108,7 +108,7 @@ class ReuseModel:
 def _rates(hits: Floats, exposure: Floats) -> Floats:
     """Wants for block and time, by kind and age, each shrunk towards the kinds of its frequency, those
     towards all kinds, and all towards 1/age, which makes the order that of LRU."""
-    base = 0.3 / _EDGES[1:]
+    base = 1.0 / _EDGES[1:]
     every = (hits.sum(axis=0) + 1.0) / (exposure.sum(axis=0) + 1.0 / base)
     like_hits, like_exposure = np.zeros((N_FREQUENCIES, N_BINS)), np.zeros((N_FREQUENCIES, N_BINS))
     np.add.at(like_hits, _FREQUENCIES, hits)
