@@ -27,9 +27,10 @@ _FREQUENCIES = np.array(FREQUENCY_OF_KIND)
 
 # Hits that a kind needs before it is believed as much as the kinds like it.
 _PRIOR_HITS = 5.0
-# Wanted blocks between two times of learning, seldom once much is known.
+# Wanted blocks between two times of learning: a part of all so far. What is learned late, few hits follow.
 _MIN_LEARN_BLOCKS = 32
 _MAX_LEARN_BLOCKS = 8192
+_LEARN_PART = 64
 # Wanted blocks after which what was seen counts half.
 _MIN_HALF_LIFE_BLOCKS = 131_072
 
@@ -83,7 +84,7 @@ class ReuseModel:
         now = self._history.now
         if now >= self._learn_at:
             self._learn()
-            self._learn_at = now + max(min(now // 64, _MAX_LEARN_BLOCKS), _MIN_LEARN_BLOCKS)
+            self._learn_at = now + max(min(now // _LEARN_PART, _MAX_LEARN_BLOCKS), _MIN_LEARN_BLOCKS)
 
     def _learn(self) -> None:
         history = self._history
