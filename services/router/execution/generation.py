@@ -20,7 +20,7 @@ from services.router.execution.output_processor import OutputProcessor
 from services.router.execution.policies.context_room import OutputWish, list_output_lengths
 from services.router.execution.policies.job_holds import JobHold
 from services.router.execution.request_state import RequestState
-from services.router.execution.request_stats import StatsRecorder
+from services.router.execution.request_stats import CountedTokens, StatsRecorder
 from services.router.execution.retry_loop import run_attempts
 from services.router.execution.worker_selection import await_fingerprint
 from services.router.metering.metering import MeteredRequest
@@ -110,6 +110,7 @@ class GenerationTask:
     timeline: RequestTimeline = field(default_factory=RequestTimeline)
     metered: MeteredRequest | None = None
     hold: JobHold | None = None  # of a job
+    counted: CountedTokens = field(default_factory=CountedTokens)
     _decision: PlacementDecision | None = None  # of the last attempt
     _state: RequestState | None = None  # while attempts run
     _is_closed: bool = False
@@ -178,6 +179,7 @@ class GenerationTask:
             context.counters.add("slipstream_quarantined_total")
             raise
         finally:
+            state.stats.count_answer(len(state.output.tokens))  # also of an answer that ended early
             if self.metered is not None and state.output.tokens:
                 self.metered.usage = self._usage(state)
             state.end_move()
@@ -220,6 +222,9 @@ class GenerationTask:
                 span=self._span,
                 timeline=self.timeline,
                 is_job=self.caller.is_job,
+                prompt_tokens=len(prompt.token_ids),
+                is_prompt_alone=self.request.is_prompt_alone,
+                counted=self.counted,
             ),
             sink=self.sink,
             timeline=self.timeline,
@@ -326,7 +331,6 @@ class GenerationTask:
     def _usage(self, state: RequestState) -> router_pb2.Usage:
         """The usage of the answer until now: what its events state, and what metering charges and limits."""
         return state.stats.usage(
-            prompt_tokens=len(self._prompt.token_ids),
             completion_tokens=0 if self.request.is_prompt_alone else len(state.output.tokens),
             reasoning_tokens=state.output.reasoning_tokens,
         )

@@ -255,7 +255,7 @@ class HedgedAttempt:
         """Update the request's statistics, the worker models, the hedge policy and the quarantine."""
         state, workers = self._state, assignment.workers
         failover = state.context.failover
-        state.stats.observe(batch)
+        state.stats.observe(batch, answer_tokens=len(state.output.tokens))
         state.sink.ttft_ms = state.stats.ttft_ms
         if batch.prefill_ms is not None and workers.uncached_tokens is not None:
             elapsed_ms = (state.context.clock() - self._began_s) * 1e3

@@ -282,6 +282,7 @@ class RequestManager:
             timeline=run.timeline,
             metered=run.metered,
             hold=run.hold,
+            counted=run.counted,
         )
         return generation
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from opentelemetry.trace import SpanContext
 
@@ -13,6 +14,18 @@ from services.router.recording.timeline import RequestTimeline
 from slipstream import errors
 from slipstream.enum_names import tier_name, transport_value
 from slipstream.v1 import common_pb2, decode_pb2, router_pb2
+
+
+@dataclass(slots=True)
+class CountedTokens:
+    """The tokens of one request that the router's counters have.
+
+    A request that restarts after a preemption keeps it, so each token counts once.
+    """
+
+    prompt: int = 0
+    cached: int = 0
+    answer: int = 0
 
 
 class StatsRecorder:
@@ -31,10 +44,14 @@ class StatsRecorder:
         span: SpanContext | None = None,
         timeline: RequestTimeline | None = None,
         is_job: bool = False,
+        prompt_tokens: int = 0,
+        is_prompt_alone: bool = False,
+        counted: CountedTokens | None = None,
     ) -> None:
-        """`counters` get the times of tokens; `span` is the request's there.
+        """`counters` get the tokens and their times; `span` is the request's there.
 
-        No client waits for the first token of a job (`is_job`), which counts in no time until it.
+        No client waits for the first token of a job (`is_job`), which counts in no time until it. An answer
+        that is its prompt alone (`is_prompt_alone`) has no token, though the engine makes one.
         """
         self.attempts = 0
         self.prefill = ""
@@ -48,6 +65,9 @@ class StatsRecorder:
         self._span = span
         self._timeline = timeline or RequestTimeline()
         self._is_job = is_job
+        self._prompt_tokens = prompt_tokens
+        self._is_prompt_alone = is_prompt_alone
+        self._counted = counted or CountedTokens()
         self._first_token_s: float | None = None
         self._first_attempt = 0
         self._last_token_s = 0.0
@@ -62,8 +82,8 @@ class StatsRecorder:
         self._transport = transport
         self._reason = decision.reason
 
-    def observe(self, batch: TokenBatch) -> None:
-        """Record the arrival of a batch."""
+    def observe(self, batch: TokenBatch, *, answer_tokens: int) -> None:
+        """Record the arrival of a batch, with which the answer has so many tokens."""
         if batch.tokens:
             now_s = self._clock()
             if self._first_token_s is None:
@@ -75,14 +95,32 @@ class StatsRecorder:
                     self._observe("slipstream_request_prefill_seconds", now_s - self._admitted_s)
                 # Only the first attempt counts: later ones find the KV that it computed.
                 self._cached = list(batch.cached or ())
+                self._count_prompt()
             else:
                 n_tokens = len(batch.tokens)
                 gap_s = (now_s - self._last_token_s) / n_tokens
                 self._counters.observe("slipstream_inter_token_latency_seconds", gap_s, count=n_tokens)
             self._last_token_s = now_s
             self._timeline.tokens(now_s, len(batch.tokens))
+            self.count_answer(answer_tokens)
         if batch.stats is not None:
             self.add_stats(batch.stats)
+
+    def count_answer(self, n_tokens: int) -> None:
+        """Count the tokens that the answer has and had not before. Those of a client that is gone count."""
+        new_tokens = n_tokens - self._counted.answer
+        if new_tokens > 0 and not self._is_prompt_alone:
+            self._counted.answer = n_tokens
+            self._counters.add("slipstream_completion_tokens_total", new_tokens)
+
+    def _count_prompt(self) -> None:
+        """Count the prompt, and those of its cached tokens that are known now."""
+        counted, cached_tokens = self._counted, self._cached_tokens
+        self._counters.add("slipstream_prompt_tokens_total", self._prompt_tokens - counted.prompt)
+        counted.prompt = self._prompt_tokens
+        if cached_tokens > counted.cached:
+            self._counters.add("slipstream_cached_tokens_total", cached_tokens - counted.cached)
+            counted.cached = cached_tokens
 
     def add_stats(self, stats: decode_pb2.SequenceStats | None) -> None:
         """Add a decode worker's statistics of a finished sequence."""
@@ -91,13 +129,12 @@ class StatsRecorder:
         self._stats = stats if self._stats is None else _total(self._stats, stats)
         if stats.cached and self.attempts == self._first_attempt:
             self._cached = list(stats.cached)
+            self._count_prompt()
 
     def finish(self, usage: router_pb2.Usage, *, finish_reason: str) -> None:
-        """Count the tokens and times of a request that ends with this usage."""
+        """Count the lengths and times of a request that ends with this usage."""
         counters = self._counters
-        counters.add("slipstream_prompt_tokens_total", usage.prompt_tokens)
-        counters.add("slipstream_cached_tokens_total", usage.cached_tokens)
-        counters.add("slipstream_completion_tokens_total", usage.completion_tokens)
+        self.count_answer(usage.completion_tokens)
         counters.observe("slipstream_request_prompt_tokens", usage.prompt_tokens)
         counters.observe("slipstream_request_completion_tokens", usage.completion_tokens)
         stats = self._stats or decode_pb2.SequenceStats()
@@ -111,12 +148,12 @@ class StatsRecorder:
         self._observe("slipstream_request_duration_seconds", self._clock() - self._began_s)
         self._observe("slipstream_request_decode_seconds", self._decode_s)
 
-    def usage(self, *, prompt_tokens: int, completion_tokens: int, reasoning_tokens: int) -> router_pb2.Usage:
-        """The token counts for the client. Cached tokens never exceed the prompt."""
+    def usage(self, *, completion_tokens: int, reasoning_tokens: int) -> router_pb2.Usage:
+        """The token counts for the client."""
         return router_pb2.Usage(
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=self._prompt_tokens,
             completion_tokens=completion_tokens,
-            cached_tokens=min(prompt_tokens, sum([item.tokens for item in self._cached])),
+            cached_tokens=self._cached_tokens,
             cached=self._cached,
             reasoning_tokens=reasoning_tokens,
         )
@@ -140,6 +177,11 @@ class StatsRecorder:
             attempts=self.attempts,
             reason=self._reason,
         )
+
+    @property
+    def _cached_tokens(self) -> int:
+        """Cached tokens of the prompt, which they never exceed."""
+        return min(self._prompt_tokens, sum([item.tokens for item in self._cached]))
 
     @property
     def _decode_s(self) -> float:

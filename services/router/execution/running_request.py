@@ -15,6 +15,7 @@ from services.router.admission.gate import AdmissionTicket
 from services.router.execution.event_queue import ResponseQueue
 from services.router.execution.generation import GenerationTask
 from services.router.execution.policies.job_holds import JobHold, MetJobs
+from services.router.execution.request_stats import CountedTokens
 from services.router.metering.metering import MeteredRequest
 from services.router.placement.types import PlacementDecision
 from services.router.recording.timeline import RequestTimeline
@@ -50,6 +51,7 @@ class RunningRequest:
         self.metered: MeteredRequest | None = None
         self.hold: JobHold | None = None  # of a job
         self.met_jobs = MetJobs()  # of a live request
+        self.counted = CountedTokens()
         self._decision: PlacementDecision | None = None  # the last one of a finished request
         self._task: asyncio.Task[errors.SlipstreamError | None] | None = None
         self._releases: set[asyncio.Task[None]] = set()

@@ -74,7 +74,7 @@ class HedgedRig(HedgedAttempt):
             suspect=SimpleNamespace(strikes=0, workers=()),
             retry_policy=SimpleNamespace(avoid=set()),
             stats=SimpleNamespace(
-                attempts=1, ttft_ms=1.0, observe=lambda batch: None, placed=lambda *_, **__: None
+                attempts=1, ttft_ms=1.0, observe=lambda batch, **_: None, placed=lambda *_, **__: None
             ),
             sink=SimpleNamespace(ttft_ms=0.0),
             caller=SimpleNamespace(requested_prefill=None),
