@@ -19,7 +19,7 @@ from services.router.admission.types import PRIORITIES, AdmissionLimits, Admissi
 from services.router.execution.context import RouterContext
 from services.router.execution.generation import GenerationTask, encode_prompt
 from services.router.execution.policies.job_holds import JobHolds
-from services.router.execution.request_stats import count_end
+from services.router.execution.request_stats import count_end, is_cancelled
 from services.router.execution.running_request import RunningRequest, execute
 from services.router.recording.timeline import RequestTimeline
 from services.router.request.output_constraints import OutputConstraints
@@ -364,11 +364,11 @@ class RequestManager:
     ) -> None:
         """Clean up after a request's task, which may have been cancelled before its first step."""
         error = run.ended_by if task.cancelled() else task.result()
-        count_end(self.context.counters, error)
+        count_end(self.context.counters, error, goes_on=run.goes_on)
         run.timeline.ended(
             code=type(error).__name__ if error is not None else "",
             error=error.message if error is not None else "",
-            is_cancelled=isinstance(error, (errors.Aborted, errors.Draining)),
+            is_cancelled=is_cancelled(error, goes_on=run.goes_on),
         )
         run.end_metering(error)
         run.finish()

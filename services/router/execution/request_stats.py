@@ -210,14 +210,26 @@ def acceptance_length(stats: decode_pb2.SequenceStats) -> float:
     return stats.generated_tokens / stats.decode_steps if stats.decode_steps else 0.0
 
 
-def count_end(counters: Counters, error: errors.SlipstreamError | None) -> None:
-    """Count how a request ended; the generation has counted one that succeeded."""
+def count_end(counters: Counters, error: errors.SlipstreamError | None, *, goes_on: bool) -> None:
+    """Count how a request ended; the generation has counted one that succeeded.
+
+    `goes_on`: another router takes the request where this one drains, and counts it.
+    """
     if error is None:
         return
-    # Another router counts a resumed request. A request whose key is revoked is Unauthenticated.
-    if isinstance(error, (errors.Aborted, errors.Draining, errors.Unauthenticated)):
+    if is_cancelled(error, goes_on=goes_on):
         counters.add("slipstream_requests_aborted_total")
     elif isinstance(error, (errors.InvalidArgument, errors.Overloaded)):
         counters.add("slipstream_requests_refused_total")
     else:
         counters.add("slipstream_requests_failed_total")
+
+
+def is_cancelled(error: errors.SlipstreamError | None, *, goes_on: bool) -> bool:
+    """Whether the error is no failure: its client ended the request, or continues it at another router.
+
+    A request whose key is revoked is Unauthenticated.
+    """
+    if isinstance(error, errors.Draining):
+        return goes_on
+    return isinstance(error, (errors.Aborted, errors.Unauthenticated))

@@ -93,6 +93,11 @@ class RunningRequest:
             self._cancel(self._task)
 
     @property
+    def goes_on(self) -> bool:
+        """Whether another router takes the request when this one drains: its client or its job asks again."""
+        return self.movable or self.hold is not None
+
+    @property
     def is_stopped(self) -> bool:
         """Whether `end` stopped the request before it was over."""
         return self._ended_by is not None

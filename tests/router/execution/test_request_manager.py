@@ -1,4 +1,4 @@
-"""One request's task: a deadline and a preemption at the same time."""
+"""The task of one request, and how it ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from services.router.execution.running_request import RunningRequest, execute
+from services.router.recording.timeline import RequestStatus
+from services.router.request.model_card import ModelCard
+from services.router.request.types import Caller, GenerationRequest, PromptInput, Sampling
 from slipstream import errors
+from tests.router.conftest import eventually, open_router
+from tests.router.support.fake_cluster import FakeCluster
+
+ENDS = ("failed", "aborted")
 
 
 class FakeTicket:
@@ -50,3 +57,20 @@ async def test_a_deadline_ends_a_request_that_is_being_preempted(deadline_first:
         await asyncio.wait([task])
     assert task.cancelled()
     assert isinstance(run.ended_by, errors.DeadlineExceeded)
+
+
+@pytest.mark.parametrize(("attempt", "submitted_unix_s"), [(0, 0), (1, 0), (0, 1_800_000_000)])
+async def test_a_stream_that_a_stopping_router_cuts_fails_unless_it_goes_on(
+    cluster: FakeCluster, card: ModelCard, attempt: int, submitted_unix_s: int
+) -> None:
+    for decode in cluster.decodes:
+        decode.gate.clear()
+    request = GenerationRequest(PromptInput("in order"), sampling=Sampling(max_tokens=30))
+    async with open_router(cluster, card) as router, asyncio.timeout(60):
+        run = await router.manager.begin(request, Caller(attempt=attempt, submitted_unix_s=submitted_unix_s))
+        await eventually(lambda: run.sink.completion_tokens > 0)
+        await router.manager.close()
+        ends = {kind: router.counters.total(f"slipstream_requests_{kind}_total") for kind in ENDS}
+    goes_on = bool(attempt or submitted_unix_s)
+    assert ends == {"failed": not goes_on, "aborted": goes_on}
+    assert run.timeline.status == (RequestStatus.CANCELLED if goes_on else RequestStatus.FAILED)

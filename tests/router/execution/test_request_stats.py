@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from libs.common.telemetry.counters import Counters
 from services.router.execution.attempt_types import TokenBatch
-from services.router.execution.request_stats import CountedTokens, StatsRecorder
+from services.router.execution.request_stats import CountedTokens, StatsRecorder, count_end, is_cancelled
+from slipstream import errors
 from slipstream.v1 import common_pb2, decode_pb2
 
 
@@ -160,3 +161,24 @@ def test_the_first_token_of_a_job_counts_in_no_time_to_first_token() -> None:
     assert "slipstream_time_to_first_token_seconds_count" not in values
     assert "slipstream_request_prefill_seconds_count" not in values
     assert recorder.ttft_ms == 1000.0
+
+
+@pytest.mark.parametrize(
+    ("error", "goes_on", "counter"),
+    [
+        (errors.Aborted("gone"), False, "aborted"),
+        (errors.Unauthenticated("revoked"), False, "aborted"),
+        (errors.Draining("stopping"), True, "aborted"),
+        (errors.Draining("stopping"), False, "failed"),
+        (errors.Unavailable("no worker"), True, "failed"),
+        (errors.Overloaded("busy"), False, "refused"),
+    ],
+)
+def test_an_end_counts_once_by_what_its_client_sees(
+    error: errors.SlipstreamError, goes_on: bool, counter: str
+) -> None:
+    counters = Counters()
+    count_end(counters, error, goes_on=goes_on)
+    count_end(counters, None, goes_on=goes_on)
+    assert counters.snapshot() == {f"slipstream_requests_{counter}_total": 1}
+    assert is_cancelled(error, goes_on=goes_on) == (counter == "aborted")

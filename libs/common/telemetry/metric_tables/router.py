@@ -21,11 +21,13 @@ REQUEST_METRICS: tuple[Metric, ...] = (
         *("api", "endpoint", "status"),
     ),
     counter("requests_finished_total", "Requests that ended with a finish reason.", "finish_reason"),
-    counter("requests_failed_total", "Requests that ended with a server error."),
+    counter(
+        "requests_failed_total", "Requests that ended with a server error, or that a stopping router cut."
+    ),
     counter("requests_refused_total", "Requests refused as invalid or over capacity."),
     counter("grpc_connections_refused_total", "gRPC connections without a key closed at the bound."),
     counter("ignored_fields_total", "Fields of requests over HTTP that have no effect."),
-    counter("requests_aborted_total", "Requests that their client ended."),
+    counter("requests_aborted_total", "Requests that their client ended, or that go on at another router."),
     counter("requests_suspended_total", "Times a request waited for a client to read."),
     histogram("time_to_first_token_seconds", "From a live request's arrival to its first token.", WAIT_S),
     histogram(
