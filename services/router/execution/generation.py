@@ -146,9 +146,6 @@ class GenerationTask:
         self._admitted_s = context.clock()
         self.timeline.admitted(self._admitted_s)
         self._span = tracing.exported_context()
-        queued_s = self._admitted_s - self.began_s
-        if not self.caller.is_job:
-            context.counters.observe("slipstream_request_queue_seconds", queued_s, span=self._span)
         await context.start_pacer.acquire(self.caller.tenant)
         self._prompt = await encode_prompt(
             context,

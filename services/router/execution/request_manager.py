@@ -267,6 +267,7 @@ class RequestManager:
         caller: Caller,
         began_s: float,
     ) -> GenerationTask:
+        run.end_wait(self.context.counters, self.context.clock())
         generation = run.generation = GenerationTask(
             context=self.context,
             request=request,
@@ -364,6 +365,7 @@ class RequestManager:
     ) -> None:
         """Clean up after a request's task, which may have been cancelled before its first step."""
         error = run.ended_by if task.cancelled() else task.result()
+        run.end_wait(self.context.counters, self.context.clock())
         count_end(self.context.counters, error, goes_on=run.goes_on)
         run.timeline.ended(
             code=type(error).__name__ if error is not None else "",

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from libs.common.telemetry import tracing
+from libs.common.telemetry.counters import Counters
 from services.router.admission.gate import AdmissionTicket
 from services.router.execution.event_queue import ResponseQueue
 from services.router.execution.generation import GenerationTask
@@ -52,6 +54,7 @@ class RunningRequest:
         self.hold: JobHold | None = None  # of a job
         self.met_jobs = MetJobs()  # of a live request
         self.counted = CountedTokens()
+        self._has_waited = False  # for its first admission
         self._decision: PlacementDecision | None = None  # the last one of a finished request
         self._task: asyncio.Task[errors.SlipstreamError | None] | None = None
         self._releases: set[asyncio.Task[None]] = set()
@@ -116,6 +119,16 @@ class RunningRequest:
         """Stop the request before its first token. It waits for admission again and restarts."""
         if self._task is not None and not self._task.done() and self._ended_by is None:
             self._cancel(self._task)
+
+    def end_wait(self, counters: Counters, now_s: float) -> None:
+        """Observe how long a live request waited for its first admission, or for its end before. Idempotent.
+
+        A client that gives up waiting counts: it waits longest under overload.
+        """
+        if not self._has_waited and self.hold is None:
+            queued_s, span = now_s - self.timeline.began_s, tracing.exported_context()
+            counters.observe("slipstream_request_queue_seconds", queued_s, span=span)
+        self._has_waited = True
 
     def _cancel(self, task: asyncio.Task[errors.SlipstreamError | None]) -> None:
         if self.generation is not None:

@@ -63,6 +63,29 @@ async def test_a_request_beyond_the_limit_waits(cluster: FakeCluster, card: Mode
         assert (router.manager.gate.controller.running, router.manager.gate.controller.waiting) == (0, 0)
 
 
+async def test_the_wait_of_a_client_that_gives_up_is_observed_once(
+    cluster: FakeCluster, card: ModelCard
+) -> None:
+    async with full_router(cluster, card) as (router, client):
+        assert waits(router) == 1  # of the request that runs
+        queued = [asyncio.create_task(client.chat(HELLO)) for _ in range(2)]
+        await eventually(lambda: router.manager.gate.controller.waiting == 2)
+        assert waits(router) == 1
+        queued[0].cancel()
+        await eventually(lambda: router.manager.held == 2)
+        assert waits(router) == 2
+        for prefill in cluster.prefills:
+            prefill.gate.set()
+        assert (await asyncio.wait_for(queued[1], 60)).finish_reason == "stop"
+        await eventually(lambda: not router.manager.held)
+        assert waits(router) == 3
+
+
+def waits(router: RouterServer) -> float:
+    """The waits for admission that the router observed."""
+    return router.counters.snapshot()["slipstream_request_queue_seconds_count"]
+
+
 async def test_a_request_that_rejects_waiting_gets_the_same_error_over_grpc_and_http(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
@@ -237,6 +260,7 @@ async def test_an_interactive_request_preempts_one_without_output(
         assert again.finish_reason == "stop"
         assert again.text == (await client.chat(HELLO, seed=7)).text
         await eventually(lambda: not router.manager.held and not cluster.held)
+        assert waits(router) == 3, "the preempted request waited for one first admission"
 
 
 async def test_a_cancelled_waiting_request_holds_nothing_and_deadlines_count_while_waiting(

@@ -36,7 +36,11 @@ REQUEST_METRICS: tuple[Metric, ...] = (
         STEP_S,
     ),
     histogram("request_duration_seconds", "From a request's arrival to its last token.", REQUEST_S),
-    histogram("request_queue_seconds", "From a live request's arrival to its admission.", WAIT_S),
+    histogram(
+        "request_queue_seconds",
+        "From a live request's arrival to its admission, or to its end before that.",
+        WAIT_S,
+    ),
     histogram("request_prefill_seconds", "From a live request's admission to its first token.", WAIT_S),
     histogram("request_decode_seconds", "From a request's first token to its last.", REQUEST_S),
     histogram("request_prompt_tokens", "Prompt tokens of a finished request.", N_TOKENS),
