@@ -344,10 +344,10 @@ class RouterServer:
 
     def load(self) -> worker_pb2.LoadReport:
         """The load that workers' status, other routers and the autoscaler read."""
-        admission, wanted = self.manager.gate.controller, self.manager.gate.wanted()
+        gate, wanted = self.manager.gate, self.manager.gate.wanted()
         report = worker_pb2.LoadReport(
-            requests_running=admission.running,
-            requests_waiting=admission.waiting,
+            requests_running=gate.running,
+            requests_waiting=gate.waiting,
             requests_waiting_decode=wanted.decode_requests,
             requests_allowed=self._options.max_requests,
             prefill_tokens_in_flight=wanted.prefill_tokens,

@@ -107,7 +107,10 @@ class AdmissionGate:
         *,
         links_of: Callable[[Role], Iterable[WorkerConnection]],
         counters: Counters,
+        unplaced: Callable[[], int],
     ) -> None:
+        """`unplaced`: how many admitted requests wait for a worker to be there."""
+        self._unplaced = unplaced
         self.controller = AdmissionController(limits)
         self._links_of = links_of
         self._counters = counters
@@ -180,11 +183,21 @@ class AdmissionGate:
         """What of the queue more workers would let run."""
         return self.controller.wanted(self.capacity(), self.now_ms())
 
+    @property
+    def running(self) -> int:
+        """The admitted requests, without those that wait for a worker to be there."""
+        return max(self.controller.running - self._unplaced(), 0)
+
+    @property
+    def waiting(self) -> int:
+        """The requests that wait for admission, or for a worker to be there."""
+        return self.controller.running + self.controller.waiting - self.running
+
     def gauges(self) -> dict[str, float]:
         """The metrics of admission."""
         return {
-            "slipstream_requests_running": self.controller.running,
-            "slipstream_requests_waiting": self.controller.waiting,
+            "slipstream_requests_running": self.running,
+            "slipstream_requests_waiting": self.waiting,
         }
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ class FleetView:
         }
 
     def _own(self, routers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        identity, admission = self._identity, self._manager.gate.controller
+        identity, gate = self._identity, self._manager.gate
         siblings = [row["instance"] for row in routers if row["sibling"]]
         return {
             "instance": identity.instance,
@@ -73,8 +73,8 @@ class FleetView:
             "processes": 1 + len(siblings),
             "siblings": siblings,
             "draining": self._manager.draining,
-            "requests_running": admission.running,
-            "requests_queued": admission.waiting,
+            "requests_running": gate.running,
+            "requests_queued": gate.waiting,
         }
 
     def _routers(self) -> list[dict[str, Any]]:

@@ -56,6 +56,7 @@ class RequestManager:
             AdmissionLimits(max_running=max_requests),
             links_of=context.fleet.links_of,
             counters=context.counters,
+            unplaced=lambda: context.fleet.unplaced.n_waiting,
         )
         self.texts = TextShares()
         self.token_slots = TokenSlots(self.texts)

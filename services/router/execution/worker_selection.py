@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Set
 
 import msgspec
@@ -50,11 +51,9 @@ async def select_workers(state: RequestState) -> Assignment:
             if clock() >= give_up_s:
                 raise (no_room or unavailable) from None
         avoid.clear()  # a failed worker may have recovered
-        try:
+        with fleet.unplaced.waiting(), contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_RETRY_PAUSE_S):
                 await fleet.wait_changed(seen)
-        except TimeoutError:
-            pass
 
 
 def outage_wait_s(context: RouterContext) -> float:

@@ -15,7 +15,7 @@ class UnplacedRequests:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._waiting = 0
+        self.n_waiting = 0  # those that wait now
         self._gave_up_s: deque[float] = deque(maxlen=_MOST_REMEMBERED)
 
     @property
@@ -24,16 +24,16 @@ class UnplacedRequests:
         since_s = self._clock() - REMEMBERED_S
         while self._gave_up_s and self._gave_up_s[0] < since_s:
             self._gave_up_s.popleft()
-        return self._waiting + len(self._gave_up_s)
+        return self.n_waiting + len(self._gave_up_s)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """A request waits inside the block, and gave up when the block raises."""
-        self._waiting += 1
+        self.n_waiting += 1
         try:
             yield
         except BaseException:
             self._gave_up_s.append(self._clock())
             raise
         finally:
-            self._waiting -= 1
+            self.n_waiting -= 1

@@ -109,7 +109,7 @@ async def large_console() -> AsyncIterator[tuple[aiohttp.ClientSession, RequestR
             recorder=recorder,
             counters=counters,
         ),
-        gate=SimpleNamespace(controller=SimpleNamespace(running=3, waiting=4)),
+        gate=SimpleNamespace(running=3, waiting=4),
         draining=False,
     )
     peers: Any = SimpleNamespace(reports=dict)

@@ -37,7 +37,7 @@ class MetricSection:
 _EVERY = (
     gauge("build_info", "1; the labels name the running version.", "version", "python"),
     gauge("requests_running", "Requests (sequences, pins, streams) that run in this process."),
-    gauge("requests_waiting", "Requests that wait in this process for capacity."),
+    gauge("requests_waiting", "Requests that wait in this process for capacity, or for a worker."),
     gauge("draining", "1 while the process drains: it ends its running work and refuses new work."),
     gauge("etcd_unavailable", "1 while etcd does not hold this process's record on a living lease."),
     gauge("event_loop_tasks", "Tasks that have not ended, including permanent ones."),
