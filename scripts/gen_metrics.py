@@ -24,7 +24,8 @@ it. The log names the port at the start; `slipstream status --json` and the serv
 - Names begin with `slipstream_`. Times are seconds, sizes bytes, shares 0 to 1. Totals are exact up to 2^53.
 - No series has a label `instance` or `job`: Prometheus adds them. Of several processes of one router
   (`--processes`) each has its own port.
-- Counters and histograms without labels are there from the start, at 0.
+- Counters and histograms without labels are there from the start, at 0. So are the series of usual finish
+  reasons, of the ends of jobs, and of deliveries of webhooks.
 - `process_*` are those of Prometheus' client libraries: CPU, memory, descriptors, start time.
 - Exemplars: with traces on (`docs/tracing.md`), buckets of the request's times and of `prefill_seconds` and
   `handoff_transfer_seconds` name the last span (`trace_id`, `span_id`), in OpenMetrics and by OTLP.

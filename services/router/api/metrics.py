@@ -1,20 +1,32 @@
-"""The metrics of a router's fleet, measured when they are read: from load reports, never by a call."""
+"""The series of a router that begin at 0, and the metrics of its fleet.
+
+Those of the fleet are measured when they are read: from load reports, never by a call.
+"""
 
 from __future__ import annotations
 
 from libs.common.cluster.worker_record import Role
 from libs.common.telemetry.counters import Counters
+from services.router.jobs.types import DeliveryOutcome, JobState
 from services.router.workers.fleet import RouterFleet
 
 _WORKERS = (Role.PREFILL, Role.DECODE, Role.KVSTORE, Role.DRAFTER)
-# Finish reasons that a client sees. Their series exist from the start, so that a first increase is seen.
+# Finish reasons that a client sees.
 _FINISHES = ("stop", "length", "tool_calls")
 
 
 def begin_series(counters: Counters) -> None:
-    """Begin the series of the usual finish reasons at 0."""
+    """Begin at 0 the series of usual finish reasons, of the ends of jobs, and of deliveries of webhooks.
+
+    `increase` of Prometheus sees no first increase of a series that begins with it.
+    """
     for reason in _FINISHES:
         counters.add("slipstream_requests_finished_total", 0, (reason,))
+    for state in JobState:
+        if state.ended:
+            counters.add("slipstream_jobs_ended_total", 0, (state.value,))
+    for outcome in DeliveryOutcome:
+        counters.add("slipstream_webhooks_total", 0, (outcome.value,))
 
 
 def measure_fleet(counters: Counters, fleet: RouterFleet) -> None:

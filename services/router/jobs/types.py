@@ -15,6 +15,14 @@ DEFAULT_RETENTION_MS = 7 * 86_400_000
 LONGEST_WAIT_S = 600.0
 
 
+class DeliveryOutcome(enum.StrEnum):
+    """What came of one delivery of a webhook."""
+
+    DELIVERED = "delivered"
+    FAILED = "failed"  # it is sent again
+    GIVEN_UP = "given_up"
+
+
 class JobState(enum.StrEnum):
     """Where a job is. Those that ended stay as they are."""
 

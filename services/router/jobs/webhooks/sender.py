@@ -16,6 +16,7 @@ from libs.database.database import Database
 from libs.database.transaction import SqlTransaction
 from services.router.jobs.decisions import Receiver, share_deliveries
 from services.router.jobs.schema import JOB_SCHEMA
+from services.router.jobs.types import DeliveryOutcome
 from services.router.jobs.webhooks.client import WebhookUnanswered, post_webhook
 from services.router.jobs.webhooks.message import webhook_headers, webhook_retry_s
 from services.router.jobs.webhooks.policy import WebhookHosts
@@ -143,18 +144,18 @@ class WebhookSender:
     async def _deliver(self, message: _DueMessage) -> None:
         status = await self._send(message)
         if 200 <= status < 300:
-            outcome = "delivered"
+            outcome = DeliveryOutcome.DELIVERED
         elif status == _GONE or self._now_s() - message.made_unix_s > WEBHOOK_LIFE_S:
-            outcome = "given_up"
+            outcome = DeliveryOutcome.GIVEN_UP
         else:
-            outcome = "failed"
-        if outcome == "failed":
+            outcome = DeliveryOutcome.FAILED
+        if outcome is DeliveryOutcome.FAILED:
             again_s = self._now_s() + webhook_retry_s(message.tries, random.random())
             sql = "UPDATE job_notices SET not_before_unix_s = ? WHERE id = ?"
             await self._database.run(lambda tx: tx.execute(sql, (again_s, message.id)), is_idempotent=True)
         else:
             await self._database.run(lambda tx: _forget(tx, message), is_idempotent=True)
-        self._counters.add("slipstream_webhooks_total", 1, (outcome,))
+        self._counters.add("slipstream_webhooks_total", 1, (outcome.value,))
 
     async def _send(self, message: _DueMessage) -> int:
         """The status of the answer; 0 without one."""
