@@ -90,6 +90,9 @@ def _expanded(values: str) -> Iterable[float | None]:
         if part in ("_", "stale"):
             yield None if part == "_" else math.nan
             continue
+        if (gap := re.fullmatch(r"_x(\d+)", part)) is not None:
+            yield from [None] * int(gap[1])
+            continue
         found = re.fullmatch(r"(-?[\d.]+)(?:([+-][\d.]+))?(?:x(\d+))?", part)
         assert found is not None, part
         for number in range(int(found[3] or 0) + 1):
