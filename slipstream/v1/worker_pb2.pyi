@@ -206,10 +206,10 @@ class LoadReport(_message.Message):
     """of a prefill worker: exports that decode workers did not release yet"""
     prompt_tokens_per_s: _builtins.float
     """Work over the last 10 to 20 s. 0 where a service does no such work.
-    prompt tokens that an engine computed; at a router, those of ended requests
+    prompt tokens that an engine computed; at a router, those of answers that began
     """
     generated_tokens_per_s: _builtins.float
-    """tokens that an engine sampled; at a router, those of ended requests"""
+    """tokens that an engine sampled; at a router, those of answers"""
     requests_per_s: _builtins.float
     """requests that a router began"""
     jobs_waiting: _builtins.int

@@ -173,15 +173,8 @@ def load_json(report: worker_pb2.LoadReport) -> dict[str, Any]:
 
 
 def tokens_per_s(report: worker_pb2.LoadReport) -> float:
-    """Prompt tokens of a prefill worker; of a decode worker one token a step and sequence, without drafts.
-
-    Reports keep the speed of the last steps, for placement. A worker without a request computes nothing.
-    """
-    if not report.requests_running:
-        return 0.0
-    if report.prefill_tokens_per_s or not report.decode_step_ms:
-        return report.prefill_tokens_per_s
-    return report.requests_running * 1e3 / report.decode_step_ms
+    """The tokens that a worker computed and sampled a second lately, as `slipstream top` shows them."""
+    return report.prompt_tokens_per_s + report.generated_tokens_per_s
 
 
 def store_load(worker: Worker, status: Status | None) -> dict[str, Any]:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from services.router.console.fleet_view import tokens_per_s
+from services.router.console.fleet_view import load_json
 from slipstream.v1 import worker_pb2
+
+# What steps of a worker took lately, which placement uses: no measure of the work that the worker does now.
+SPEEDS = worker_pb2.LoadReport(prefill_tokens_per_s=8669.0, decode_step_ms=20.0, requests_running=3)
 
 
 @pytest.mark.parametrize(
-    ("report", "expected"),
-    [
-        (worker_pb2.LoadReport(prefill_tokens_per_s=900.0), 0.0),  # of the last prompt; none runs
-        (worker_pb2.LoadReport(prefill_tokens_per_s=900.0, requests_running=1), 900.0),
-        (worker_pb2.LoadReport(decode_step_ms=20.0), 0.0),
-        (worker_pb2.LoadReport(decode_step_ms=20.0, requests_running=3), 150.0),
-    ],
+    ("prompt_tokens_per_s", "generated_tokens_per_s"),
+    [(0.0, 0.0), (900.0, 2.0), (0.0, 303.0), (40.0, 303.0)],  # the last one computes short prompts itself
 )
-def test_an_idle_worker_has_no_speed(report: worker_pb2.LoadReport, expected: float) -> None:
-    assert tokens_per_s(report) == expected
+def test_the_speed_of_a_worker_is_that_of_its_work(
+    prompt_tokens_per_s: float, generated_tokens_per_s: float
+) -> None:
+    report = worker_pb2.LoadReport(
+        prompt_tokens_per_s=prompt_tokens_per_s, generated_tokens_per_s=generated_tokens_per_s
+    )
+    report.MergeFrom(SPEEDS)
+    assert load_json(report)["tokens_per_s"] == prompt_tokens_per_s + generated_tokens_per_s
