@@ -81,12 +81,11 @@ class CacheView:
             used = sum([report.blocks_cached + report.blocks_held for report in reports])
             block_bytes = max([link.worker.capacity.get("block_bytes", 0) for link in links], default=0)
             total = used + sum([report.blocks_free for report in reports])
-            hits = self._recorder.cached_tokens["worker"] if role is Role.PREFILL else 0
             yield {
                 "tier": role,
                 "blocks_total": total,
                 "blocks_used": used,
-                "hits_blocks": hits // block_tokens,
+                "hits_blocks": self._recorder.cached_tokens[role.value] // block_tokens,  # at this router
                 "bytes_used": used * block_bytes or None,
                 "bytes_total": total * block_bytes or None,
             }
@@ -120,7 +119,8 @@ def store_tiers(totals: Mapping[str, float], nodes: Sequence[Worker]) -> list[di
 def cached_by_source(cached: Mapping[str, int]) -> dict[str, int]:
     """Tokens that were not computed, by where their KV came from."""
     stores = {tier: cached.get(tier, 0) for tier in _STORES}
-    own = {"local": cached.get("worker", 0), "peer": cached.get("peer", 0)}
+    local = cached.get(Role.PREFILL.value, 0) + cached.get(Role.DECODE.value, 0)
+    own = {"local": local, "peer": cached.get("peer", 0)}
     return {**own, **stores, "kvstore": sum(stores.values())}
 
 

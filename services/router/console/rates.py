@@ -55,7 +55,8 @@ def rates_json(before: CounterState, after: CounterState, *, time_ms: float) -> 
     elapsed_s = max(after.at_s - before.at_s, 1e-9)
     ttft, itl = difference(before.ttft, after.ttft), difference(before.itl, after.itl)
     prompt_tokens = after.prompt_tokens - before.prompt_tokens
-    cached_tokens = after.cached_tokens - before.cached_tokens
+    # Cached tokens of a prompt that decode computes count at its end, and the prompt at its first token.
+    cached_tokens = min(after.cached_tokens - before.cached_tokens, prompt_tokens)
     return {
         "time_ms": time_ms,
         "requests_per_s": round((after.requests - before.requests) / elapsed_s, 3),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import SpanContext
 
+from libs.common.cluster.worker_record import Role
 from libs.common.telemetry.counters import Counters
 from services.router.execution.attempt_types import TokenBatch
 from services.router.placement.types import PlacementDecision
@@ -70,6 +71,7 @@ class StatsRecorder:
         self._counted = counted or CountedTokens()
         self._first_token_s: float | None = None
         self._first_attempt = 0
+        self._first_prefill = ""  # the prefill worker of that attempt
         self._last_token_s = 0.0
         self._transport = "none"
         self._reason = ""
@@ -88,7 +90,7 @@ class StatsRecorder:
             now_s = self._clock()
             if self._first_token_s is None:
                 self._first_token_s = now_s
-                self._first_attempt = self.attempts
+                self._first_attempt, self._first_prefill = self.attempts, self.prefill
                 self.ttft_ms = (now_s - self._began_s) * 1e3
                 if not self._is_job:
                     self._observe("slipstream_time_to_first_token_seconds", now_s - self._began_s)
@@ -140,7 +142,7 @@ class StatsRecorder:
         stats = self._stats or decode_pb2.SequenceStats()
         self._timeline.succeeded(
             finish_reason=finish_reason,
-            cached={tier_name(item.tier): item.tokens for item in usage.cached},
+            cached={self._source(item.tier): item.tokens for item in usage.cached},
             cached_tokens=usage.cached_tokens,
             drafted_tokens=stats.proposed_drafts,
             accepted_tokens=stats.accepted_drafts,
@@ -177,6 +179,12 @@ class StatsRecorder:
             attempts=self.attempts,
             reason=self._reason,
         )
+
+    def _source(self, tier: common_pb2.CacheTier.ValueType) -> str:
+        """Where cached KV was: a tier's name, or the role of the worker that had it in its own pages."""
+        if tier != common_pb2.CACHE_TIER_WORKER:
+            return tier_name(tier)
+        return (Role.PREFILL if self._first_prefill else Role.DECODE).value
 
     @property
     def _cached_tokens(self) -> int:

@@ -36,7 +36,7 @@ class RequestRecorder:
         self._changed: dict[int, RequestTimeline] | None = None  # while someone follows
         self.began = 0  # requests so far; also the number of the newest
         self.prompt_tokens = 0  # of requests that succeeded
-        self.cached_tokens: Counter[str] = Counter()  # of the same, by source
+        self.cached_tokens: Counter[str] = Counter()  # of the same, by tier, or role of their worker
 
     def begin(
         self,

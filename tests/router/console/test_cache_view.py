@@ -9,6 +9,7 @@ from libs.common.cluster.worker_record import Role, Worker
 from services.router.console.cache_view import cached_by_source, store_tiers
 from services.router.server import RouterServer
 from tests.router.support.fake_cluster import FakeCluster
+from tests.router.support.fake_workers import BLOCK_TOKENS
 
 COUNTERS = {
     "slipstream_kvstore_blocks_dram": 10,
@@ -40,7 +41,7 @@ def test_totals_follow_from_the_announced_bytes_and_the_mean_block() -> None:
 
 
 def test_the_stores_are_one_source_and_three() -> None:
-    found = cached_by_source({"worker": 64, "peer": 1, "dram": 2, "nvme": 3, "pool": 4})
+    found = cached_by_source({"prefill": 40, "decode": 24, "peer": 1, "dram": 2, "nvme": 3, "pool": 4})
     assert found == {"local": 64, "peer": 1, "dram": 2, "nvme": 3, "pool": 4, "kvstore": 9}
 
 
@@ -71,3 +72,13 @@ async def test_a_kvstore_that_does_not_answer_counts_nothing(
     ):
         page = await answer.json()
     assert page["policies"] == [] and page["evicted_blocks"] == 0
+
+
+async def test_the_pages_of_each_role_have_their_own_hits(router: RouterServer, cluster: FakeCluster) -> None:
+    router.recorder.cached_tokens.update({"prefill": 3 * BLOCK_TOKENS, "decode": 5 * BLOCK_TOKENS})
+    async with (
+        aiohttp.ClientSession(f"http://{router.admin_http_endpoint}") as http,
+        http.get("/console/api/cache") as answer,
+    ):
+        tiers = {tier["tier"]: tier for tier in (await answer.json())["tiers"]}
+    assert (tiers["prefill"]["hits_blocks"], tiers["decode"]["hits_blocks"]) == (3, 5)

@@ -47,6 +47,8 @@ def test_rates_count_what_came_within_the_window() -> None:
     found = window.rates(counter_state(counters, at_s=2.0), time_ms=2e3)
     assert (found["requests_per_s"], found["tokens_per_s"], found["cached_share"]) == (10.0, 5.0, 0.25)
     assert found["ttft_ms_p50"] > found["itl_ms_p99"] > 0
+    counters.add("slipstream_cached_tokens_total", 1000)  # of prompts that began before the window
+    assert window.rates(counter_state(counters, at_s=2.5), time_ms=2.5e3)["cached_share"] == 1.0
     for second in range(3, 30):
         found = window.rates(counter_state(counters, at_s=float(second)), time_ms=0.0)
     assert found["requests_per_s"] == 0 and found["ttft_ms_p99"] is None

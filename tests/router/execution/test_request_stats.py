@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from libs.common.telemetry.counters import Counters
 from services.router.execution.attempt_types import TokenBatch
 from services.router.execution.request_stats import CountedTokens, StatsRecorder, count_end, is_cancelled
+from services.router.placement.types import PlacementDecision
+from services.router.recording.recorder import RequestRecorder
 from slipstream import errors
 from slipstream.v1 import common_pb2, decode_pb2
 
@@ -151,6 +153,27 @@ def test_cached_tokens_never_exceed_the_prompt_and_are_those_of_the_first_attemp
     recorder.add_stats(again)
     usage = recorder.usage(completion_tokens=2, reasoning_tokens=1)
     assert (usage.cached_tokens, [item.tokens for item in usage.cached]) == (80, [64, 32])
+
+
+@pytest.mark.parametrize(("prefill", "source"), [("prefill-0", "prefill"), ("", "decode")])
+def test_cached_tokens_of_own_pages_are_those_of_the_worker_that_computed_the_prompt(
+    prefill: str, source: str
+) -> None:
+    recorded = RequestRecorder(clock=Clock(), wall_clock_s=Clock())
+    timeline = recorded.begin("r", began_s=9.0, tenant="t", session=None, model="m", endpoint="e")
+    recorder = StatsRecorder(Clock(), began_s=9.0, timeline=timeline, prompt_tokens=96)
+    recorder.attempts = 1
+    recorder.placed(PlacementDecision(prefill, "decode-0", "", "worker", ""), transport="socket")
+    recorder.observe(TokenBatch([1]), answer_tokens=1)
+    found = [
+        common_pb2.CachedTokens(tier=common_pb2.CACHE_TIER_WORKER, tokens=64),
+        common_pb2.CachedTokens(tier=common_pb2.CACHE_TIER_DRAM, tokens=16),
+    ]
+    recorder.add_stats(decode_pb2.SequenceStats(cached=found))
+    recorder.attempts = 2  # the answer goes on at other workers
+    recorder.placed(PlacementDecision("prefill-1", "decode-1", "", "worker", ""), transport="socket")
+    recorder.finish(recorder.usage(completion_tokens=1, reasoning_tokens=0), finish_reason="stop")
+    assert recorded.cached_tokens == {source: 64, "dram": 16}
 
 
 def test_the_first_token_of_a_job_counts_in_no_time_to_first_token() -> None:

@@ -117,11 +117,11 @@ def test_a_request_ends_once() -> None:
     timeline.admitted(100.0)
     assert [*statuses, timeline.status] == [RequestStatus.QUEUED, RequestStatus.RUNNING]
     timeline.tokens(100.5, 3)
-    timeline.succeeded(finish_reason="stop", cached={"worker": 64, "dram": 128}, cached_tokens=192)
+    timeline.succeeded(finish_reason="stop", cached={"prefill": 64, "dram": 128}, cached_tokens=192)
     timeline.ended()
     timeline.ended(code="Aborted", is_cancelled=True)
     assert (timeline.status, timeline.code) == (RequestStatus.SUCCEEDED, "")
-    assert kept.cached_tokens == {"worker": 64, "dram": 128}
+    assert kept.cached_tokens == {"prefill": 64, "dram": 128}
     for code, is_cancelled, status in (
         ("Aborted", True, RequestStatus.CANCELLED),
         ("Unavailable", False, RequestStatus.FAILED),

@@ -60,7 +60,8 @@ function Tiers({ tiers }) {
         <td class="cell-end">${count(tier.hits_blocks)}</td>
       </tr>`;
     })}</tbody>
-  </table></div>`;
+  </table></div>
+  <p class="quiet">Hits of prefill and decode workers are those of requests of this router. All else is of the whole cluster.</p>`;
 }
 
 const Policies = ({ policies }) => html`<section aria-labelledby="policies-title" class="panel">
@@ -112,7 +113,7 @@ export function CacheView() {
       <${Stat} name="Evicted and wanted again" value=${compact(data.evicted_wanted_blocks)} note=${data.evicted_blocks ? `${share(ratio(data.evicted_wanted_blocks, data.evicted_blocks))} of the evicted` : "blocks"} />
       <${Stat} name="Sessions" value=${count(data.sessions.total)} />
     </dl>
-    <section aria-labelledby="sources-title" class="panel"><h2 id="sources-title">Where prompts got their KV</h2><${Sources} page=${data} /></section>
+    <section aria-labelledby="sources-title" class="panel"><h2 id="sources-title">Where prompts got their KV <span class="quiet">requests of this router</span></h2><${Sources} page=${data} /></section>
     <section aria-labelledby="tiers-title" class="panel"><h2 id="tiers-title">Tiers</h2><${Tiers} tiers=${data.tiers} /></section>
     ${data.policies.length > 0 && html`<${Policies} policies=${data.policies} />`}
     <${Sessions} sessions=${data.sessions} number=${cursors.length - 1} busy=${loading}
