@@ -65,6 +65,7 @@ class DecodeSequence(SequenceTask):
         self._pages: Sequence[int] = ()
         self._constraint = core.grammars.begin(plan.spec)
         self._pulled = FetchStats()
+        self._restore_ms = 0.0  # of a prompt without a ticket
         self._stats = decode_pb2.SequenceStats()
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_running_sent = False
@@ -92,7 +93,7 @@ class DecodeSequence(SequenceTask):
             self._emit(rows)
         if output.tokens:
             delta = self._delta(tokens=pack_tokens(output.tokens))
-            delta.running, self._is_running_sent = not self._is_running_sent, True
+            self._set_running(delta)
             delta.logprobs.extend(position_logprobs(p) for p in output.logprobs or ())
             if output.finish is not None:
                 self._send_end(finish_reason(output.finish), delta=delta)
@@ -257,6 +258,7 @@ class DecodeSequence(SequenceTask):
         spec, core = self.plan.spec, self._core
         block_tokens = core.info.block_tokens
         first = reservation.cached_tokens // block_tokens
+        began_s = time.perf_counter()
         found = await core.restorer.restore_prefix(
             (self.plan.kvstore_endpoint,),
             spec.restorable_hashes(block_tokens),
@@ -266,6 +268,7 @@ class DecodeSequence(SequenceTask):
             salt=spec.salt,
             block_ms=core.stats.block_ms(block_tokens),
         )
+        self._restore_ms = (time.perf_counter() - began_s) * 1e3
         filled = (first + len(found.tiers)) * block_tokens
         self._note_cached([*([common_pb2.CACHE_TIER_WORKER] * first), *found.tiers])
         if self._speculation is not None:
@@ -314,10 +317,18 @@ class DecodeSequence(SequenceTask):
     def _send_running(self) -> None:
         """Send a delta with `running`, unless a step was faster than the answer to `start` and sent it."""
         if not self._is_running_sent and not self._is_end_sent:
-            self._is_running_sent = True
             delta = self._delta()
-            delta.running = True
+            self._set_running(delta)
             self._emit(delta)
+
+    def _set_running(self, delta: decode_pb2.SequenceDelta) -> None:
+        """Say in the first delta that the sequence runs, and what a prompt without a ticket began with."""
+        if self._is_running_sent:
+            return
+        delta.running = self._is_running_sent = True
+        if self.plan.ticket is None:
+            delta.prompt_start.cached.extend(self._stats.cached)
+            delta.prompt_start.restore_ms = self._restore_ms
 
     def _send_end(
         self, reason: common_pb2.FinishReason.ValueType, *, delta: decode_pb2.SequenceDelta | None = None

@@ -207,6 +207,7 @@ class SequenceDelta(_message.Message):
     STATS_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_START_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     tokens: _builtins.bytes
     """packed new token ids"""
@@ -229,6 +230,10 @@ class SequenceDelta(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PromptLogprobs]:
         """before all tokens; of a prompt without a ticket"""
 
+    @_builtins.property
+    def prompt_start(self) -> Global___PromptStart:
+        """with `running`; of a prompt without a ticket"""
+
     def __init__(
         self,
         *,
@@ -240,14 +245,41 @@ class SequenceDelta(_message.Message):
         stats: Global___SequenceStats | None = ...,
         running: _builtins.bool = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.PromptLogprobs] | None = ...,
+        prompt_start: Global___PromptStart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "stats", b"stats"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "prompt_start", b"prompt_start", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "finish_reason", b"finish_reason", "handle", b"handle", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "running", b"running", "stats", b"stats", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "finish_reason", b"finish_reason", "handle", b"handle", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_start", b"prompt_start", "running", b"running", "stats", b"stats", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SequenceDelta: _TypeAlias = SequenceDelta  # noqa: Y015
+
+@_typing.final
+class PromptStart(_message.Message):
+    """PromptStart is what a decode worker had of a prompt when it began to compute the rest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CACHED_FIELD_NUMBER: _builtins.int
+    RESTORE_MS_FIELD_NUMBER: _builtins.int
+    restore_ms: _builtins.float
+    """the time until KV of other places was read"""
+    @_builtins.property
+    def cached(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.CachedTokens]: ...
+    def __init__(
+        self,
+        *,
+        cached: _abc.Iterable[_common_pb2.CachedTokens] | None = ...,
+        restore_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "restore_ms", b"restore_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptStart: _TypeAlias = PromptStart  # noqa: Y015
 
 @_typing.final
 class SequenceStats(_message.Message):

@@ -103,6 +103,9 @@ async def test_logprobs_stop_tokens_and_cached_prefix() -> None:
             assert [len(p.top) for p in logprobs] == [3] * 5
             cached = {c.tier: c.tokens for c in last.stats.cached}
             assert cached == ({} if name == "r1" else {common_pb2.CACHE_TIER_WORKER: 32})
+            (first,) = [d for d in stream.deltas[name] if d.running]
+            assert first.HasField("prompt_start") and first.prompt_start.restore_ms >= 0
+            assert {c.tier: c.tokens for c in first.prompt_start.cached} == cached
         await node.wait_idle()
         await stream.close()
 

@@ -26,6 +26,8 @@ from services.router.execution.attempt_types import (
     attempt_name,
     failure_of,
     first_batch,
+    note_prompt_start,
+    note_restored,
     start_prefill,
     start_sequence,
 )
@@ -34,7 +36,6 @@ from services.router.workers.connection import TokensInFlight, WorkerConnection
 from services.router.workers.prefill_client import RemotePrefill
 from services.router.workers.remote_sequence import RemoteSequence
 from slipstream import errors
-from slipstream.enum_names import tier_name
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
 
 RELEASE_TIMEOUT_S = 10.0
@@ -87,6 +88,7 @@ class Attempt:
     _ticket: bytes = b""
     _is_decoding: bool = False  # prefill has delivered the first token, or the attempt has no prefill worker
     _has_decoded: bool = False  # the decode worker has sent something
+    _cached: Sequence[common_pb2.CachedTokens] | None = None  # of a prompt that the decode worker computes
     _is_paused: bool = False
     _is_over: bool = False
     _last_stats: asyncio.Future[decode_pb2.SequenceStats] | None = None  # while `stop` waits
@@ -290,12 +292,7 @@ class Attempt:
         self.timeline.note("prefill_started", attempt=self.number, worker=worker, tokens=tokens)
 
     def _note_first_token(self, first: prefill_pb2.FirstToken, worker: str) -> None:
-        for item in first.cached:
-            if item.tier != common_pb2.CACHE_TIER_WORKER:
-                tier = tier_name(item.tier)
-                self.timeline.note(
-                    "restored", attempt=self.number, worker=worker, tokens=item.tokens, text=tier
-                )
+        note_restored(self.timeline, first.cached, attempt=self.number, worker=worker)
         spent = f"{first.queue_ms:.1f} ms for pages, {first.compute_ms:.1f} ms of work"
         self.timeline.note("first_token", attempt=self.number, worker=worker, text=spent)
 
@@ -334,8 +331,9 @@ class Attempt:
             self.listener.on_prompt_logprobs(self, rest.prompt_logprobs)
             if not (tokens or rest.finish_reason or rest.HasField("failure")):
                 return
+        cached = None
         if not self._has_decoded:
-            self._has_decoded = True
+            self._has_decoded, cached = True, self._cached
             is_first = self.timeline.first_token_s is None
             decode = self.workers.decode.worker.instance
             self.timeline.note("first_token" if is_first else "tokens", attempt=self.number, worker=decode)
@@ -344,7 +342,7 @@ class Attempt:
         if self.workers.prefill is not None:
             self.workers.prefill.listeners.discard(self)  # decode has pulled the whole handoff
         if rest is None:
-            self.listener.on_batch(self, TokenBatch(tokens))
+            self.listener.on_batch(self, TokenBatch(tokens, cached=cached))
         elif (error := failure_of(rest)) is not None:
             if tokens:
                 self.listener.on_batch(self, TokenBatch(tokens, logprobs=rest.logprobs))
@@ -353,10 +351,15 @@ class Attempt:
             finish = rest.finish_reason
             self._is_over = bool(finish)
             stats = rest.stats if finish else None
-            batch = TokenBatch(tokens, logprobs=rest.logprobs, finish=finish, stats=stats)
+            batch = TokenBatch(tokens, rest.logprobs, cached, finish=finish, stats=stats)
             self.listener.on_batch(self, batch)
         if self.workers.decode.draining and not self._is_over:
             self._leave_if_draining()
+
+    def on_prompt_started(self, start: decode_pb2.PromptStart) -> None:
+        """See `SequenceListener`."""
+        self._cached, worker = start.cached, self.workers.decode.worker.instance
+        note_prompt_start(self.timeline, start, at_s=self.clock(), attempt=self.number, worker=worker)
 
     def _on_decode_failure(self, error: errors.SlipstreamError) -> None:
         """Fail with the worker's error. A sequence that never ran may have failed while it pulled."""

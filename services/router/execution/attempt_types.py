@@ -8,10 +8,12 @@ import msgspec
 
 from libs.common.block_hash import as_tokens
 from services.router.execution.policies.context_room import OutputWish
+from services.router.recording.timeline import RequestTimeline
 from services.router.workers.connection import WorkerConnection
 from services.router.workers.decode_client import DecodeClient
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream import errors
+from slipstream.enum_names import tier_name
 from slipstream.rpc.rpc_errors import from_failure
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2
 
@@ -177,6 +179,26 @@ def first_batch(first: prefill_pb2.FirstToken) -> TokenBatch:
         prefill_ms=first.queue_ms + first.compute_ms,
         finish=first.finish_reason,
     )
+
+
+def note_prompt_start(
+    timeline: RequestTimeline, start: decode_pb2.PromptStart, *, at_s: float, attempt: int, worker: str
+) -> None:
+    """Note when a decode worker had pages for a prompt that it computes, and when cached KV was restored."""
+    own = sum([item.tokens for item in start.cached if item.tier == common_pb2.CACHE_TIER_WORKER])
+    began_s = at_s - start.restore_ms / 1e3
+    timeline.note_at(began_s, "prefill_started", attempt=attempt, worker=worker, tokens=own)
+    note_restored(timeline, start.cached, attempt=attempt, worker=worker)
+
+
+def note_restored(
+    timeline: RequestTimeline, cached: Sequence[common_pb2.CachedTokens], *, attempt: int, worker: str
+) -> None:
+    """Note from where a worker restored KV that it had not in its own pages."""
+    for item in cached:
+        if item.tier != common_pb2.CACHE_TIER_WORKER:
+            tier = tier_name(item.tier)
+            timeline.note("restored", attempt=attempt, worker=worker, tokens=item.tokens, text=tier)
 
 
 def failure_of(delta: decode_pb2.SequenceDelta) -> errors.SlipstreamError | None:

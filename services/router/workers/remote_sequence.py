@@ -29,6 +29,9 @@ class SequenceListener(Protocol):
     def on_tokens(self, tokens: list[int], rest: decode_pb2.SequenceDelta | None) -> None:
         """Tokens in order; `rest` holds what came beside them: log probabilities, an end, a failure."""
 
+    def on_prompt_started(self, start: decode_pb2.PromptStart) -> None:
+        """The worker has pages for a prompt that it computes itself, and has restored what is cached."""
+
     def on_sequence_failed(self, error: errors.SlipstreamError) -> None:
         """The connection failed, or too many tokens waited. Nothing more comes."""
 
@@ -107,6 +110,8 @@ class RemoteSequence:
         """Take a message. The stream's reader calls it."""
         if delta.running:
             self._set_running()
+            if self._listener is not None and delta.HasField("prompt_start"):
+                self._listener.on_prompt_started(delta.prompt_start)
         ends = bool(delta.finish_reason)
         self.finished = self.finished or ends
         if self._error is not None:

@@ -7,11 +7,16 @@ import asyncio
 import pytest
 
 from services.router.recording.timeline import RequestTimeline
+from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream import errors
 from slipstream.async_client import AsyncClient
-from tests.router.conftest import HELLO, eventually
+from slipstream.v1 import common_pb2, decode_pb2
+from tests.router.conftest import HELLO, eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
+from tests.router.support.fake_model import FakeModel
+
+PREFILL = ("placed", "prefill_started", "restored", "first_token")
 
 
 async def ended(router: RouterServer) -> RequestTimeline:
@@ -81,6 +86,37 @@ async def test_a_client_that_leaves_cancels_and_a_prompt_beyond_the_context_fail
     assert (failed.request_id, failed.status, failed.code) == ("long", "failed", "ContextExceeded")
     assert kinds(failed) == ["received", "admitted", "failed"] and "xyzzy" not in failed.error
     assert failed.finish_reason == "" and failed.ended_s is not None
+
+
+async def test_a_prompt_that_the_decode_worker_computes_has_its_start_and_its_restores(
+    model: FakeModel, card: ModelCard
+) -> None:
+    cached = [
+        common_pb2.CachedTokens(tier=common_pb2.CACHE_TIER_WORKER, tokens=2),
+        common_pb2.CachedTokens(tier=common_pb2.CACHE_TIER_DRAM, tokens=3),
+    ]
+    async with (
+        FakeCluster(model, prefills=0, decodes=1) as cluster,
+        open_router(cluster, card) as router,
+        AsyncClient(router.host.endpoint) as client,
+    ):
+        worker = cluster.decodes[0]
+        worker.prompt_start = decode_pb2.PromptStart(cached=cached, restore_ms=1.0)
+        worker.gate.clear()  # after a frame
+        call = asyncio.create_task(client.chat(HELLO, request_id="here"))
+        await eventually(lambda: router.counters.total("slipstream_completion_tokens_total") > 0)
+        assert router.counters.total("slipstream_cached_tokens_total") == 5, "they count while it runs"
+        worker.gate.set()
+        await call
+        timeline = await ended(router)
+    phases = [entry for entry in timeline.entries if entry.kind in PREFILL]
+    assert [(entry.kind, entry.worker, entry.tokens) for entry in phases] == [
+        ("placed", "decode-0", None),
+        ("prefill_started", "decode-0", 2),
+        ("restored", "decode-0", 3),
+        ("first_token", "decode-0", None),
+    ]
+    assert phases[2].at_s - phases[1].at_s >= 0.00099, "the restore took a millisecond"
 
 
 async def test_restored_kv_names_its_source_and_no_text_is_kept(

@@ -233,6 +233,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
         self.starts: list[decode_pb2.StartSequence] = []
         self.aborted: list[str] = []
         self.refuse: errors.SlipstreamError | None = None
+        self.prompt_start = decode_pb2.PromptStart()  # of prompts that come without a ticket
         self.fail_after_tokens: int | None = None  # tokens of a sequence before it fails
         self.break_after_tokens: int | None = None  # tokens of a sequence before the stream breaks
         self.gate = asyncio.Event()  # while cleared, only the first frame is sent
@@ -300,7 +301,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
                 if finish := self.model.finish(first, n, start.sampling):
                     out.put_nowait([_ended(start, finish=finish, stats=stats)])
                     return
-            out.put_nowait([_delta(start, running=True)])
+            begun = None if start.ticket else self.prompt_start
+            out.put_nowait([_delta(start, running=True, prompt_start=begun)])
             for piece in prompt_pieces(prompt, start.sampling):
                 out.put_nowait([_delta(start, prompt_logprobs=[piece])])
             await self._generate(start, prompt, n, stats, out)

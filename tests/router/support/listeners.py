@@ -27,9 +27,13 @@ class SequenceReader:
 
     def __init__(self) -> None:
         self.arrivals: asyncio.Queue[TokenArrival | Exception] = asyncio.Queue()
+        self.prompt_start: decode_pb2.PromptStart | None = None
 
     def on_tokens(self, tokens: list[int], rest: decode_pb2.SequenceDelta | None) -> None:
         self.arrivals.put_nowait(TokenArrival(tokens, rest))
+
+    def on_prompt_started(self, start: decode_pb2.PromptStart) -> None:
+        self.prompt_start = start
 
     def on_sequence_failed(self, error: errors.SlipstreamError) -> None:
         self.arrivals.put_nowait(error)

@@ -18,7 +18,7 @@ export const PHASE_NOTES = {
   placement: "the router chooses the workers",
   dispatch: "the prompt is on its way to the chosen workers",
   restore: "KV of an earlier request is read from a kvstore or another worker instead of being computed",
-  prefill: "a prefill worker computes the KV of the prompt and the first token",
+  prefill: "a prefill worker, or the decode worker itself, computes the KV of the prompt and the first token",
   transfer: "the decode worker reads the prompt's KV from the prefill worker; it overlaps with the prefill's end",
   tokens: "the decode worker generates the answer",
   suspended: "the client reads too slowly, so the request gave its place back",
