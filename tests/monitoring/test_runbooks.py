@@ -9,7 +9,7 @@ import pytest
 import typer.main
 
 from slipstream.cli.app import build_app
-from tests.monitoring.rules import ROOT, alerts, unknown_names
+from tests.monitoring.rules import MONITORING, ROOT, alerts, load_yaml, unknown_names
 
 PAGE = (ROOT / "docs" / "runbooks.md").read_text()
 PARTS = ("Means", "Users", "Look", "Do", "Cause")
@@ -59,6 +59,18 @@ def test_commands_of_slipstream_exist() -> None:
     for wrong in ("slipstream explode", "slipstream kv stat --colour", "slipstream status --now"):
         with pytest.raises(AssertionError):
             check_command(wrong)
+
+
+@pytest.mark.parametrize("name", ["SlipstreamCorruptBlocks", "SlipstreamMemoryLost", "SlipstreamKvFull"])
+def test_panels_that_say_which_of_several_things_happened_show_each(name: str) -> None:
+    _, look = sections()[name].split("**Look.**")
+    named = set(re.findall(r'"([^"]+)"', look.split("**Do.**")[0]))
+    rows = [row for page in load_yaml(MONITORING / "panels.yaml").values() for row in page["rows"].values()]
+    panels = [panel for row in rows for panel in row if panel["title"] in named]
+    shown = {f"slipstream_{metric}" for panel in panels for metric in panel["metrics"]}
+    (expression,) = [rule["expr"] for rule in alerts() if rule["alert"] == name]
+    read = {re.sub(r"_(bucket|count)$", "", metric) for metric in re.findall(r"slipstream_\w+", expression)}
+    assert read and read <= shown
 
 
 def test_metrics_of_the_page_exist() -> None:
