@@ -221,6 +221,7 @@ class GenerationTask:
                 is_job=self.caller.is_job,
                 prompt_tokens=len(prompt.token_ids),
                 is_prompt_alone=self.request.is_prompt_alone,
+                resume_after_tokens=self.request.resume_after_tokens,
                 counted=self.counted,
             ),
             sink=self.sink,

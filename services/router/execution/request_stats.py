@@ -47,12 +47,14 @@ class StatsRecorder:
         is_job: bool = False,
         prompt_tokens: int = 0,
         is_prompt_alone: bool = False,
+        resume_after_tokens: int = 0,
         counted: CountedTokens | None = None,
     ) -> None:
         """`counters` get the tokens and their times; `span` is the request's there.
 
         No client waits for the first token of a job (`is_job`), which counts in no time until it. An answer
-        that is its prompt alone (`is_prompt_alone`) has no token, though the engine makes one.
+        that is its prompt alone (`is_prompt_alone`) has no token, though the engine makes one. The prompt and
+        the first `resume_after_tokens` of a resumed answer counted at the router that began it.
         """
         self.attempts = 0
         self.prefill = ""
@@ -69,6 +71,8 @@ class StatsRecorder:
         self._prompt_tokens = prompt_tokens
         self._is_prompt_alone = is_prompt_alone
         self._counted = counted or CountedTokens()
+        self._counted.answer = max(self._counted.answer, resume_after_tokens)
+        self._is_resumed = bool(resume_after_tokens)
         self._first_token_s: float | None = None
         self._first_attempt = 0
         self._first_prefill = ""  # the prefill worker of that attempt
@@ -117,6 +121,8 @@ class StatsRecorder:
 
     def _count_prompt(self) -> None:
         """Count the prompt, and those of its cached tokens that are known now."""
+        if self._is_resumed:
+            return
         counted, cached_tokens = self._counted, self._cached_tokens
         self._counters.add("slipstream_prompt_tokens_total", self._prompt_tokens - counted.prompt)
         counted.prompt = self._prompt_tokens

@@ -119,6 +119,18 @@ def test_the_token_behind_a_prompt_alone_does_not_count() -> None:
     assert totals(counters) == (8, 0, 0)
 
 
+def test_an_answer_that_resumes_counts_what_its_first_router_did_not() -> None:
+    counters = Counters()
+    recorder = StatsRecorder(Clock(), began_s=9.0, counters=counters, prompt_tokens=64, resume_after_tokens=5)
+    recorder.observe(TokenBatch([1, 2, 3, 4], cached=cached(32)), answer_tokens=4)
+    assert totals(counters) == (0, 0, 0)
+    recorder.observe(TokenBatch([5, 6, 7]), answer_tokens=7)
+    usage = recorder.usage(completion_tokens=7, reasoning_tokens=0)
+    recorder.finish(usage, finish_reason="stop")
+    assert totals(counters) == (0, 0, 2)
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (64, 32, 7)
+
+
 @given(
     prompt_tokens=st.integers(1, 50),
     n_cached=st.lists(st.integers(0, 80), min_size=1, max_size=4),
