@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from bench.gpu.cases.random_weights import normal, random_int4
@@ -24,7 +25,8 @@ from bench.gpu.counting.work import (
 )
 from libs.engine.kernels.gpu.device_plan import DevicePlan
 from libs.engine.kernels.gpu.grouped_gemm import combine, grouped_gemm
-from libs.engine.kernels.gpu.mla_decode import choose_split_tokens, mla_decode
+from libs.engine.kernels.gpu.kv_splits import KvSplits, choose_split_tokens, count_splits
+from libs.engine.kernels.gpu.mla_decode import mla_decode
 from libs.engine.kernels.gpu.mla_prefill import mla_prefill
 from libs.engine.kernels.gpu.norm import rms_norm, swiglu
 from libs.engine.kernels.gpu.rope import rotate_queries, store_latent
@@ -112,7 +114,20 @@ def _plan(device: torch.device, shape: DeviceShape, batch: int, context: int, ro
         page_table=ints(table),
         absorbed=ints(torch.arange(batch)),
         absorbed_rows=ints(torch.arange(batch * rows)),
-        row_end=ints(positions + 1),
+    )
+
+
+def _splits(device: torch.device, shape: DeviceShape, batch: int, context: int, rows: int) -> KvSplits:
+    most = count_splits(batch, rows, shape.n_heads, n_processors(device))
+    lengths = np.full(batch, context, np.int32)
+    tokens = choose_split_tokens(lengths, most)
+    ends = np.tile(np.arange(context - rows, context, dtype=np.int32) + 1, batch)
+    of_row = -(-ends // tokens.repeat(rows))
+    return KvSplits(
+        torch.from_numpy(tokens).to(device),
+        torch.from_numpy(of_row).to(device),
+        n_splits=int((-(-lengths // tokens)).max()),
+        most_rows=rows,
     )
 
 
@@ -124,8 +139,7 @@ def _decode(sizes: KernelSizes, batch: int, context: int, rows: int) -> Prepare:
         pages = normal(device, plan.page_table.numel(), _BLOCK_TOKENS, shape.lora + shape.rope, dtype=dtype)
         q_latent = normal(device, batch * rows, shape.n_heads, shape.lora, dtype=dtype)
         q_rope = normal(device, batch * rows, shape.n_heads, shape.rope, dtype=dtype)
-        n_tiles = batch * -(-rows * shape.n_heads // 64)
-        split = choose_split_tokens(context, n_tiles, n_processors(device))
+        splits = _splits(device, shape, batch, context, rows)
 
         def run() -> torch.Tensor:
             return mla_decode(
@@ -133,9 +147,7 @@ def _decode(sizes: KernelSizes, batch: int, context: int, rows: int) -> Prepare:
                 q_rope,
                 pages,
                 plan,
-                most_rows=rows,
-                longest=context,
-                split_tokens=split,
+                splits,
                 scale=SCALE,
             )
 

@@ -12,10 +12,12 @@ from libs.engine.model_spec.plan import BatchPlan
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """Tensors are int32 but for `cos_sin`.
+    """Tensors are int32 but for `cos_sin` and `is_padding`.
 
+    page_of_row [T]          -1 = the row writes no KV
+    page_table               of any strides
     absorbed, absorbed_rows  the sequences of that form, and their rows
-    row_end [T]              tokens that a row sees: its position + 1
+    is_padding [T] bool      rows that choose no expert, and whose results are dropped; None = no row does
     """
 
     cos_sin: torch.Tensor
@@ -26,13 +28,10 @@ class DevicePlan:
     page_table: torch.Tensor
     absorbed: torch.Tensor
     absorbed_rows: torch.Tensor
-    row_end: torch.Tensor
+    is_padding: torch.Tensor | None = None
 
 
 def upload(plan: BatchPlan, device: torch.device) -> DevicePlan:
-    rows_of = np.diff(plan.query_start)
-    first_end = plan.context_len - rows_of + 1 - plan.query_start[:-1]
-    row_end = np.repeat(first_end, rows_of) + np.arange(plan.n_rows)
     rows = [np.arange(plan.rows_of(s).start, plan.rows_of(s).stop) for s in plan.absorbed]
 
     def put(values: np.ndarray) -> torch.Tensor:
@@ -47,5 +46,4 @@ def upload(plan: BatchPlan, device: torch.device) -> DevicePlan:
         page_table=put(plan.page_table),
         absorbed=put(plan.absorbed),
         absorbed_rows=put(np.concatenate(rows) if rows else np.zeros(0)),
-        row_end=put(row_end),
     )

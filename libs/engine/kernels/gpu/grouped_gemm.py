@@ -98,38 +98,42 @@ def _grouped_program(
     n_row_tiles = tl.cdiv(out_rows, BLOCK_R)
     for tile in range(tl.program_id(0), tl.load(n_items) * n_row_tiles, tl.num_programs(0)):
         item = tile // n_row_tiles
-        slot = tl.arange(0, BLOCK_T)
-        live = slot < tl.load(item_count + item)
-        pair = tl.load(order + tl.load(item_first + item) + slot, mask=live, other=0).to(tl.int64)
-        source = pair // PAIRS_PER_ROW
-        expert = tl.load(item_expert + item).to(tl.int64)
-        row = (tile % n_row_tiles) * BLOCK_R + tl.arange(0, BLOCK_R)
-        inside = row < out_rows
-        # The rows of a gate's last tile would run into those of `up`: they are computed and not stored.
-        if GROUP > 0:
-            acc = _int4_tile(
-                x, source, live, data, scale, expert, row, rows, cols, n_words, BLOCK_T, BLOCK_R, GROUP,
-                NIBBLES,
-            )  # fmt: skip
-        else:
-            acc = _dense_tile(x, source, live, data, expert, row, rows, cols, BLOCK_T, BLOCK_R, BLOCK_K)
-        if IS_GATED:
-            up_row = row + out_rows
+        n_pairs = tl.load(item_count + item)
+        if n_pairs > 0:
+            slot = tl.arange(0, BLOCK_T)
+            live = slot < n_pairs
+            pair = tl.load(order + tl.load(item_first + item) + slot, mask=live, other=0).to(tl.int64)
+            source = pair // PAIRS_PER_ROW
+            expert = tl.load(item_expert + item).to(tl.int64)
+            row = (tile % n_row_tiles) * BLOCK_R + tl.arange(0, BLOCK_R)
+            inside = row < out_rows
+            # The rows of a gate's last tile would run into those of `up`: they are computed and not stored.
             if GROUP > 0:
-                up = _int4_tile(
-                    x, source, live, data, scale, expert, up_row, rows, cols, n_words, BLOCK_T, BLOCK_R,
-                    GROUP, NIBBLES,
+                acc = _int4_tile(
+                    x, source, live, data, scale, expert, row, rows, cols, n_words, BLOCK_T, BLOCK_R, GROUP,
+                    NIBBLES,
                 )  # fmt: skip
             else:
-                up = _dense_tile(x, source, live, data, expert, up_row, rows, cols, BLOCK_T, BLOCK_R, BLOCK_K)
-            acc = acc / (1.0 + tl.exp(-acc)) * up
-        if IS_WEIGHTED:
-            acc = acc * tl.load(pair_weight + pair, mask=live, other=0.0)[None, :]
-        tl.store(
-            out + pair[None, :] * out_rows + row[:, None],
-            acc.to(out.dtype.element_ty),
-            mask=inside[:, None] & live[None, :],
-        )
+                acc = _dense_tile(x, source, live, data, expert, row, rows, cols, BLOCK_T, BLOCK_R, BLOCK_K)
+            if IS_GATED:
+                up_row = row + out_rows
+                if GROUP > 0:
+                    up = _int4_tile(
+                        x, source, live, data, scale, expert, up_row, rows, cols, n_words, BLOCK_T, BLOCK_R,
+                        GROUP, NIBBLES,
+                    )  # fmt: skip
+                else:
+                    up = _dense_tile(
+                        x, source, live, data, expert, up_row, rows, cols, BLOCK_T, BLOCK_R, BLOCK_K
+                    )  # fmt: skip
+                acc = acc / (1.0 + tl.exp(-acc)) * up
+            if IS_WEIGHTED:
+                acc = acc * tl.load(pair_weight + pair, mask=live, other=0.0)[None, :]
+            tl.store(
+                out + pair[None, :] * out_rows + row[:, None],
+                acc.to(out.dtype.element_ty),
+                mask=inside[:, None] & live[None, :],
+            )
 
 
 @triton.jit

@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 
 from libs.engine.kernels.gpu.device_plan import DevicePlan
+from libs.engine.kernels.gpu.kv_splits import BLOCK_TOKENS, KvSplits
 
-_LEAST_SPLIT_TOKENS = 256
-_BLOCK_TOKENS = 64
 _LOG2_E = math.log2(math.e)
 
 
@@ -28,15 +27,16 @@ def _split_program(
     query_start,
     context_len,
     sequences,
+    split_sizes,
     mixed,
     lse,
     rope_row_stride,
     rope_head_stride,
     page_stride,
     table_stride,
+    table_block_stride,
     split_stride,
     base_2_scale,
-    split_tokens,
     block_tokens,
     N_HEADS: tl.constexpr,
     LORA: tl.constexpr,
@@ -50,6 +50,7 @@ def _split_program(
     first_row = tl.load(query_start + sequence)
     n_rows = tl.load(query_start + sequence + 1) - first_row
     context = tl.load(context_len + sequence)
+    split_tokens = tl.load(split_sizes + sequence)
     begin = tl.program_id(2) * split_tokens
     first = tl.program_id(1) * BLOCK_M
     if (begin < context) & (first < n_rows * N_HEADS):
@@ -83,7 +84,8 @@ def _split_program(
             token = start + tl.arange(0, BLOCK_N)
             held = token < end
             # The tokens of a tile are in one page, so that only one address depends on the table.
-            page = tl.load(page_table + sequence * table_stride + start // block_tokens)
+            block = start // block_tokens
+            page = tl.load(page_table + sequence * table_stride + block * table_block_stride)
             tile = layer_pages + page.to(tl.int64) * page_stride + (start % block_tokens) * (LORA + ROPE)
             # What a page holds behind the context may be NaN, which a weight of 0 would not remove.
             key_l = tl.load(tile + latent_at, mask=held[:, None] & is_latent[None, :], other=0.0).to(
@@ -118,10 +120,9 @@ def _merge_program(
     parts,
     lse,
     rows,
-    row_end,
+    splits_of_row,
     mixed,
     split_stride,
-    split_tokens,
     N_HEADS: tl.constexpr,
     LORA: tl.constexpr,
     BLOCK_LORA: tl.constexpr,
@@ -131,7 +132,7 @@ def _merge_program(
     column = tl.arange(0, BLOCK_LORA)
     inside = column < LORA
     # The first split always holds a visible token; the later ones of this row all do.
-    n_splits = tl.cdiv(tl.load(row_end + row), split_tokens)
+    n_splits = tl.load(splits_of_row + row)
     largest = tl.load(lse + at)
     total = tl.full((), 1.0, tl.float32)
     acc = tl.load(parts + at * LORA + column, mask=inside, other=0.0)
@@ -148,21 +149,9 @@ def _merge_program(
     tl.store(mixed + at * LORA + column, (acc / total).to(mixed.dtype.element_ty), mask=inside)
 
 
-def choose_split_tokens(longest: int, n_tiles: int, n_processors: int) -> int:
-    """Tokens of KV in a split, so that about one program runs on each processor of the device.
-
-    `n_tiles` programs would run without splits. A split holds at least 256 tokens: each split writes and
-    reads an fp32 result as large as 228 latents of 64 heads. A program takes the whole shared memory of a
-    processor, so that more programs would wait for each other.
-    """
-    n_splits = max(n_processors // max(n_tiles, 1), 1)
-    tokens = -(-longest // n_splits)
-    return max(-(-tokens // _BLOCK_TOKENS) * _BLOCK_TOKENS, _LEAST_SPLIT_TOKENS)
-
-
 def _tile_tokens(block_tokens: int) -> int:
     """The largest power of two of at most 64 tokens that divides a page."""
-    return min(block_tokens & -block_tokens, _BLOCK_TOKENS)
+    return min(block_tokens & -block_tokens, BLOCK_TOKENS)
 
 
 def mla_decode(
@@ -170,24 +159,21 @@ def mla_decode(
     q_rope: torch.Tensor,
     layer_pages: torch.Tensor,
     plan: DevicePlan,
+    splits: KvSplits,
     *,
-    most_rows: int,
-    longest: int,
-    split_tokens: int,
     scale: float,
 ) -> torch.Tensor:
     """Mix the latents of each absorbed sequence: [T, heads, kv_lora] in the dtype of the queries.
 
     q_latent [T, heads, kv_lora] is contiguous, q_rope [T, heads, rope] a view with unit stride in its last
-    dimension. `most_rows` is the largest number of rows of a sequence, `longest` its largest context. Rows
-    of other sequences stay undefined.
+    dimension. Rows of other sequences, and of no sequence, stay undefined.
     """
     n_rows, n_heads, lora = q_latent.shape
     block_tokens = layer_pages.shape[1]
-    n_splits = triton.cdiv(longest, split_tokens)
-    vectors = most_rows * n_heads
+    vectors = splits.most_rows * n_heads
     block_m = min(max(triton.next_power_of_2(vectors), 16), 64)
     mixed = torch.empty_like(q_latent)
+    n_splits = splits.n_splits
     parts = mixed if n_splits == 1 else mixed.new_empty(n_splits, *mixed.shape, dtype=torch.float32)
     lse = torch.empty(n_splits, n_rows, n_heads, dtype=torch.float32, device=mixed.device)
     block_lora = max(triton.next_power_of_2(lora), 16)
@@ -199,15 +185,16 @@ def mla_decode(
         plan.query_start,
         plan.context_len,
         plan.absorbed,
+        splits.tokens,
         parts,
         lse,
         q_rope.stride(0),
         q_rope.stride(1),
         layer_pages.stride(0),
         plan.page_table.stride(0),
+        plan.page_table.stride(1),
         n_rows * n_heads,
         scale * _LOG2_E,
-        split_tokens,
         block_tokens,
         N_HEADS=n_heads,
         LORA=lora,
@@ -224,10 +211,9 @@ def mla_decode(
             parts,
             lse,
             plan.absorbed_rows,
-            plan.row_end,
+            splits.of_row,
             mixed,
             n_rows * n_heads,
-            split_tokens,
             N_HEADS=n_heads,
             LORA=lora,
             BLOCK_LORA=block_lora,

@@ -59,8 +59,9 @@ def _store_program(
     latent *= tl.rsqrt(tl.sum(latent * latent) / LORA + eps)
     latent *= tl.load(norm + column, mask=inside, other=0.0)
     page = tl.load(page_of_row + row).to(tl.int64)
+    is_held = page >= 0
     target = layer_pages + page * page_stride + tl.load(offset_of_row + row) * (LORA + 2 * HALF)
-    tl.store(target + column, latent.to(layer_pages.dtype.element_ty), mask=inside)
+    tl.store(target + column, latent.to(layer_pages.dtype.element_ty), mask=inside & is_held)
     pair = tl.arange(0, BLOCK_PAIRS)
     paired = pair < HALF
     cos = tl.load(cos_sin + row * 2 * HALF + pair, mask=paired, other=0.0)
@@ -68,8 +69,8 @@ def _store_program(
     x = tl.load(source + LORA + 2 * pair, mask=paired, other=0.0).to(tl.float32)
     y = tl.load(source + LORA + 2 * pair + 1, mask=paired, other=0.0).to(tl.float32)
     key = target + LORA + 2 * pair
-    tl.store(key, (x * cos - y * sin).to(layer_pages.dtype.element_ty), mask=paired)
-    tl.store(key + 1, (y * cos + x * sin).to(layer_pages.dtype.element_ty), mask=paired)
+    tl.store(key, (x * cos - y * sin).to(layer_pages.dtype.element_ty), mask=paired & is_held)
+    tl.store(key + 1, (y * cos + x * sin).to(layer_pages.dtype.element_ty), mask=paired & is_held)
 
 
 def rotate_queries(q: torch.Tensor, rope_dim: int, cos_sin: torch.Tensor) -> None:

@@ -14,7 +14,8 @@ import torch
 from libs.engine.kernels.gpu.device_plan import DevicePlan, upload
 from libs.engine.kernels.gpu.expert_weights import ExpertWeights, in_memory, is_repackable, stack_experts
 from libs.engine.kernels.gpu.grouped_gemm import combine, grouped_gemm
-from libs.engine.kernels.gpu.mla_decode import choose_split_tokens, mla_decode
+from libs.engine.kernels.gpu.kv_splits import KvSplits, choose_split_tokens, count_splits, upload_splits
+from libs.engine.kernels.gpu.mla_decode import mla_decode
 from libs.engine.kernels.gpu.mla_prefill import mla_prefill
 from libs.engine.kernels.gpu.norm import rms_norm, swiglu
 from libs.engine.kernels.gpu.rope import rotate_queries, store_latent
@@ -74,6 +75,16 @@ class TritonKernels:
             else _INTERPRETED_PROCESSORS
         )
         self._uploaded: tuple[BatchPlan, DevicePlan] | None = None
+        self._split: tuple[BatchPlan, KvSplits] | None = None
+
+    def count_splits(self, n_sequences: int, most_rows: int, n_heads: int) -> int:
+        """The most splits of the KV of one of so many sequences."""
+        return count_splits(n_sequences, most_rows, n_heads, self._processors)
+
+    def bind(self, plan: BatchPlan, uploaded: DevicePlan, splits: KvSplits) -> None:
+        """Run the next step, whose plan this is, on tensors that are on the device already."""
+        self._uploaded = plan, uploaded
+        self._split = plan, splits
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device)
@@ -185,7 +196,7 @@ class TritonKernels:
             normalises=config.norm_topk_prob,
             scaling=config.routed_scaling_factor,
         )
-        expert_of_pair = weights.place_of[ids.flatten()]
+        expert_of_pair = self._experts_of_rows(weights.place_of[ids]).flatten()
         work = build_work_list(expert_of_pair, weights.n_held)
         hidden = grouped_gemm(
             x,
@@ -228,17 +239,12 @@ class TritonKernels:
     ) -> torch.Tensor:
         nope = config.qk_nope_head_dim
         folded = torch.bmm(q[..., :nope].transpose(0, 1), kv_b.uk)
-        longest = int(plan.context_len[plan.absorbed].max())
-        most_rows = int(np.diff(plan.query_start)[plan.absorbed].max())
-        n_tiles = len(plan.absorbed) * -(-most_rows * config.n_heads // 64)
         mixed = mla_decode(
             folded.transpose(0, 1).contiguous(),
             q[..., nope:],
             pages,
             self._on_device(plan),
-            most_rows=most_rows,
-            longest=longest,
-            split_tokens=choose_split_tokens(longest, n_tiles, self._processors),
+            self._splits(plan, config.n_heads),
             scale=config.softmax_scale,
         )
         return torch.bmm(mixed.transpose(0, 1), kv_b.uv.transpose(1, 2)).transpose(0, 1)
@@ -248,6 +254,21 @@ class TritonKernels:
         n_blocks = -(-n_tokens // plan.cache.shape.block_tokens)
         used = self._on_device(plan).page_table[sequence, :n_blocks]
         return pages[used].flatten(0, 1)[:n_tokens].to(self.dtype)
+
+    def _splits(self, plan: BatchPlan, n_heads: int) -> KvSplits:
+        if self._split is None or self._split[0] is not plan:
+            most_rows = int(np.diff(plan.query_start)[plan.absorbed].max())
+            n_splits = self.count_splits(len(plan.absorbed), most_rows, n_heads)
+            tokens = choose_split_tokens(plan.context_len, n_splits)
+            self._split = plan, upload_splits(plan, tokens, self.device)
+        return self._split[1]
+
+    def _experts_of_rows(self, experts: torch.Tensor) -> torch.Tensor:
+        """[T, k], with -1 for the padding of a step that is bound."""
+        padding = None if self._uploaded is None else self._uploaded[1].is_padding
+        if padding is None or len(padding) != len(experts):
+            return experts
+        return experts.masked_fill(padding[:, None], -1)
 
     def _on_device(self, plan: BatchPlan) -> DevicePlan:
         """Layers of one step share what was copied for the first."""

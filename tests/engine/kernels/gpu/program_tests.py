@@ -64,9 +64,7 @@ class AttentionTests:
             queries[..., nope:],
             target.on(plan.cache.pages[:, 1]),
             p.upload(plan, target.device),
-            most_rows=int(np.diff(plan.query_start).max()),
-            longest=int(plan.context_len.max()),
-            split_tokens=split_tokens,
+            p.upload_splits(plan, np.full(len(everything), split_tokens, np.int32), target.device),
             scale=config.softmax_scale,
         )
         actual = torch.einsum("thl,hvl->thv", mixed, kv_b.uv).flatten(1)

@@ -3,6 +3,7 @@
 from libs.engine.kernels.gpu.device_plan import upload
 from libs.engine.kernels.gpu.expert_weights import stack_experts
 from libs.engine.kernels.gpu.grouped_gemm import combine, grouped_gemm
+from libs.engine.kernels.gpu.kv_splits import upload_splits
 from libs.engine.kernels.gpu.mla_decode import mla_decode
 from libs.engine.kernels.gpu.mla_prefill import mla_prefill
 from libs.engine.kernels.gpu.norm import rms_norm, swiglu
@@ -26,4 +27,5 @@ __all__ = [
     "store_latent",
     "swiglu",
     "upload",
+    "upload_splits",
 ]

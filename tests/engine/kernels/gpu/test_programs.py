@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import tests.engine.kernels.gpu.interpreted  # noqa: F401  (before the programs)
 from libs.engine.kernels.gpu.expert_weights import repack_int4
-from libs.engine.kernels.gpu.mla_decode import choose_split_tokens
+from libs.engine.kernels.gpu.kv_splits import choose_split_tokens, count_splits
 from libs.engine.kernels.gpu.work_list import FEW_PAIRS, build_work_list
 from libs.engine.model_spec.matrix import pack_int4
 from tests.engine.kernels.gpu.program_target import ProgramTarget
@@ -57,7 +60,25 @@ def test_the_work_list_has_every_held_pair_once(n_pairs: int) -> None:
 
 
 def test_splits_are_whole_blocks_and_fill_the_device() -> None:
-    assert choose_split_tokens(100, 1, 132) == 256
-    assert choose_split_tokens(32768, 1, 132) == 256
-    assert choose_split_tokens(32768, 64, 132) == 16384
-    assert choose_split_tokens(32768, 1000, 132) == 32768
+    splits = {n: count_splits(n, most_rows=1, n_heads=64, n_processors=132) for n in (1, 33, 64, 1000)}
+    assert splits == {1: 132, 33: 2, 64: 2, 1000: 1}
+    lengths = np.array([1, 100, 32768, 40000], np.int32)
+    assert choose_split_tokens(lengths, 132).tolist() == [256, 256, 256, 320]
+    assert choose_split_tokens(lengths, 2).tolist() == [256, 256, 16384, 20032]
+    assert choose_split_tokens(lengths, 1).tolist() == [256, 256, 32768, 40000]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 300_000), min_size=1, max_size=300),
+    most_rows=st.integers(1, 9),
+    n_heads=st.sampled_from([1, 16, 64]),
+    n_processors=st.sampled_from([2, 132]),
+)
+def test_no_sequence_has_more_splits_than_programs(
+    lengths: list[int], most_rows: int, n_heads: int, n_processors: int
+) -> None:
+    n_splits = count_splits(len(lengths), most_rows, n_heads, n_processors)
+    context_len = np.array(lengths, np.int32)
+    tokens = choose_split_tokens(context_len, n_splits)
+    assert (tokens % 64 == 0).all()
+    assert (-(-context_len // tokens) <= n_splits).all()
