@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.engine.kernels.gpu.draw_tests import DrawTests
 from tests.engine.kernels.gpu.program_target import ProgramTarget
 from tests.engine.kernels.gpu.program_tests import AttentionTests, ProductTests, RowTests
 
@@ -26,4 +27,8 @@ class TestRowPrograms(RowTests):
 
 
 class TestProductPrograms(ProductTests):
+    pass
+
+
+class TestDraws(DrawTests):
     pass

@@ -21,6 +21,7 @@ from bench.gpu.counting.work import (
     norm_work,
     rope_work,
     router_work,
+    sampling_work,
     swiglu_work,
 )
 from libs.engine.kernels.gpu.device_plan import DevicePlan
@@ -31,9 +32,11 @@ from libs.engine.kernels.gpu.mla_prefill import mla_prefill
 from libs.engine.kernels.gpu.norm import rms_norm, swiglu
 from libs.engine.kernels.gpu.rope import rotate_queries, store_latent
 from libs.engine.kernels.gpu.router import choose_experts
+from libs.engine.kernels.gpu.sampling_cut import cut_rows
 from libs.engine.kernels.gpu.work_list import build_work_list
 
 _BLOCK_TOKENS = 64
+_VOCAB_SIZE = 163840
 SCALE = 0.1
 
 
@@ -68,6 +71,8 @@ class KernelSizes:
     prefill: tuple[tuple[int, int], ...]
     rows: tuple[int, ...]
     dtype: torch.dtype
+    drawn_rows: tuple[int, ...] = (1, 64)
+    vocab_size: int = _VOCAB_SIZE
 
 
 FULL = KernelSizes(
@@ -79,7 +84,9 @@ FULL = KernelSizes(
     dtype=torch.bfloat16,
 )
 # The interpreter has no bf16 arithmetic.
-SMALL = KernelSizes(TINY, ((1, 70, 1), (2, 130, 3)), (1, 3), ((5, 5), (3, 70)), (1, 5), torch.float32)
+SMALL = KernelSizes(
+    TINY, ((1, 70, 1), (2, 130, 3)), (1, 3), ((5, 5), (3, 70)), (1, 5), torch.float32, (2,), 500
+)
 
 
 def kernel_cases(sizes: KernelSizes = FULL) -> Iterator[KernelCase]:
@@ -95,6 +102,8 @@ def kernel_cases(sizes: KernelSizes = FULL) -> Iterator[KernelCase]:
         yield KernelCase("swiglu", f"{tokens} rows", _swiglu(sizes, tokens))
         yield KernelCase("router", f"{tokens} tokens", _router(sizes, tokens))
         yield KernelCase("rope_and_latent", f"{tokens} rows", _rope(sizes, tokens))
+    for rows in sizes.drawn_rows:
+        yield KernelCase("sampling_cut", f"{rows} rows, top-p", _cut(rows, sizes.vocab_size))
 
 
 def _plan(device: torch.device, shape: DeviceShape, batch: int, context: int, rows: int) -> DevicePlan:
@@ -271,6 +280,23 @@ def _rope(sizes: KernelSizes, rows: int) -> Prepare:
             return pages
 
         return PreparedKernel(run, rope_work(shape, rows))
+
+    return prepare
+
+
+def _cut(rows: int, vocab_size: int) -> Prepare:
+    def prepare(device: torch.device) -> PreparedKernel:
+        logits = normal(device, rows, vocab_size, dtype=torch.float32) * 3
+        scaled = logits - logits.amax(dim=-1, keepdim=True)
+        weights = scaled.exp()
+        unlimited = torch.full((rows,), -torch.inf, device=device)
+        no_top_k = torch.zeros(rows, dtype=torch.int32, device=device)
+        top_p = torch.full((rows,), 0.95, dtype=torch.float64, device=device)
+
+        def run() -> torch.Tensor:
+            return cut_rows(scaled, weights, unlimited, no_top_k, top_p)
+
+        return PreparedKernel(run, sampling_work(vocab_size, rows))
 
     return prepare
 

@@ -29,7 +29,7 @@ from libs.engine.step.constraint import StepMasks
 from libs.engine.step.step_model import BAD_TOKEN, SequenceRows
 from libs.engine.step.types import SamplingParams, TokenLogprobs
 
-_GREEDY_BELOW = 1e-5
+GREEDY_BELOW = 1e-5
 _CANDIDATES = (256, 8192)  # so many largest logits are searched for the cuts before a full sort
 _SEGMENT = 512  # tokens of the vocabulary in one segment of a draw
 
@@ -55,7 +55,7 @@ def sample(
         apply_masks(logits, masks)
     tokens = logits.argmax(dim=-1)  # the index of the NaN in a row with one
     bad = ~logits.gather(-1, tokens[:, None]).isfinite()
-    drawing = [i for i, params in enumerate(per_row) if params.temperature >= _GREEDY_BELOW]
+    drawing = [i for i, params in enumerate(per_row) if params.temperature >= GREEDY_BELOW]
     if drawing:
         indices = [s.first_index + j for s in sequences for j in range(s.n_sampled)]
         draws = [uniform(per_row[i].seed, indices[i]) for i in drawing]
@@ -74,10 +74,10 @@ def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], draws: Sequenc
     weights = scaled.exp()
     if any(p.min_p > 0 or p.top_k > 0 or p.top_p < 1 for p in params):
         weights.masked_fill_(scaled < _threshold(scaled, weights, params), 0.0)
-    return _invert(weights, torch.tensor(draws, dtype=torch.float64, device=logits.device)[:, None])
+    return invert_cdf(weights, torch.tensor(draws, dtype=torch.float64, device=logits.device)[:, None])
 
 
-def _invert(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+def invert_cdf(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     """Invert the CDF in two levels, so that only one segment of the vocabulary is cumulated in full."""
     width = min(_SEGMENT, weights.shape[-1])
     padded = pad(weights, (0, -weights.shape[-1] % width))

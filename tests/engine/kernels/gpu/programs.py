@@ -9,6 +9,7 @@ from libs.engine.kernels.gpu.mla_prefill import mla_prefill
 from libs.engine.kernels.gpu.norm import rms_norm, swiglu
 from libs.engine.kernels.gpu.rope import rotate_queries, store_latent
 from libs.engine.kernels.gpu.router import choose_experts
+from libs.engine.kernels.gpu.sampling_cut import cut_rows
 from libs.engine.kernels.gpu.triton_kernels import TritonKernels
 from libs.engine.kernels.gpu.work_list import build_work_list, single_list
 
@@ -17,6 +18,7 @@ __all__ = [
     "build_work_list",
     "choose_experts",
     "combine",
+    "cut_rows",
     "grouped_gemm",
     "mla_decode",
     "mla_prefill",
