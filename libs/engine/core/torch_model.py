@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from libs.engine.graphs.buckets import BucketLimits
+from libs.engine.graphs.step_graphs import StepGraphs
 from libs.engine.kernels.interface import Kernels
 from libs.engine.kv.cache import LAYOUT_VERSION
 from libs.engine.model.runner import ModelRunner
+from libs.engine.model_spec.plan import absorbed_row_limit
+from libs.engine.sampling.device_draws import samples_on_device
 from libs.engine.sampling.sampler import sample
 from libs.engine.sampling.token_masks import MaskThread
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import Batch, ForwardOutput, Int32Array
 from libs.engine.step.step_model import SequenceRows, StepResult
-from libs.engine.step.stop_flag import StopFlag
-from libs.engine.step.types import DeviceBytes, EngineInfo
+from libs.engine.step.stop_flag import StepAborted, StopFlag
+from libs.engine.step.types import DeviceBytes, EngineInfo, FloatArray
+from slipstream.errors import FailedPrecondition
 
 if TYPE_CHECKING:
+    from libs.engine.graphs.decode_steps import DecodeSteps, LaunchedTokens
     from libs.engine.parallel.group_runner import GroupRunner
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that the device may still compute."""
+
+    tokens: LaunchedTokens
+
+    def result(self) -> StepResult:
+        return StepResult(self.tokens.read(), None, None)
 
 
 class TorchModel:
@@ -30,7 +49,9 @@ class TorchModel:
         max_draft_tokens: int,
         max_context_tokens: int | None = None,
         drafter_digest: str = "",
+        graphs: StepGraphs | None = None,
     ) -> None:
+        """`graphs`: how steps of decoding rows run again; None = each is launched program by program."""
         self._runner = runner
         self._mask_thread = MaskThread()
         shape = runner.cache.shape
@@ -51,6 +72,7 @@ class TorchModel:
             max_batch=max_batch,
             max_draft_tokens=max_draft_tokens,
         )
+        self._decode_steps = None if graphs is None else self._open_decode_steps(graphs)
 
     @property
     def memory(self) -> memoryview | DeviceBytes:
@@ -66,11 +88,68 @@ class TorchModel:
         return self._runner.loaded_kernels
 
     def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
+        if self._decode_steps is not None and stop.is_set:
+            raise StepAborted
+        chosen = self._run_on_device(batch, rows)
+        if chosen is not None:
+            return chosen
         masks = self._mask_thread.begin(rows, self.info.vocab_size)
         try:
-            output = self._runner.forward(batch, stop)
+            output = self._forward(batch, stop)
         finally:
             ready = masks()  # also after an aborted step: no one else may use the constraints until then
         tokens, logprobs = sample(output.logits, rows, ready)
-        features = None if output.features is None else output.features.float().cpu().numpy()
-        return StepResult(tokens, logprobs, features, output.scores)
+        return StepResult(tokens, logprobs, _in_host(output.features), output.scores)
+
+    def can_launch(self, rows: Sequence[SequenceRows]) -> bool:
+        """See `AheadModel`."""
+        return self._decode_steps is not None and all(
+            r.n_rows == r.n_sampled == 1 and samples_on_device(r) for r in rows
+        )
+
+    def launch(self, batch: Batch, rows: Sequence[SequenceRows], sources: Int32Array) -> LaunchedStep:
+        """See `AheadModel`."""
+        tokens = None if self._decode_steps is None else self._decode_steps.launch(batch, rows, sources)
+        if tokens is None:
+            raise FailedPrecondition("these rows cannot be launched: see can_launch")
+        return LaunchedStep(tokens)
+
+    def _run_on_device(self, batch: Batch, rows: Sequence[SequenceRows]) -> StepResult | None:
+        """A step whose tokens are chosen in its graph; None where the host has a part in them."""
+        if self._decode_steps is None or not all(samples_on_device(r) for r in rows):
+            return None
+        launched = self._decode_steps.launch(batch, rows)
+        if launched is None:
+            return None
+        features = self._decode_steps.features_of(batch)
+        return StepResult(launched.read(), None, _in_host(features))
+
+    def _forward(self, batch: Batch, stop: StopFlag) -> ForwardOutput:
+        output = None if self._decode_steps is None else self._decode_steps.forward(batch)
+        return output or self._runner.forward(batch, stop)
+
+    def _open_decode_steps(self, graphs: StepGraphs) -> DecodeSteps | None:
+        runner, kernels = self._runner, self._runner.loaded_kernels
+        if not isinstance(runner, ModelRunner) or kernels.name != "triton":
+            raise FailedPrecondition("graphs are of the kernels for a CUDA device")
+        from libs.engine.graphs.decode_steps import DecodeSteps
+        from libs.engine.kernels.gpu.triton_kernels import TritonKernels
+
+        assert isinstance(kernels, TritonKernels)
+        most_rows = min(self.info.max_draft_tokens + 1, absorbed_row_limit(runner.config))
+        if most_rows < 1:  # no row of this shape takes the form of attention that the buffers are for
+            return None
+        return DecodeSteps(
+            runner,
+            kernels,
+            graphs,
+            BucketLimits(self.info.max_batch, most_rows),
+            max_context_tokens=self.info.max_context_tokens,
+        )
+
+
+def _in_host(features: torch.Tensor | None) -> FloatArray | None:
+    if features is None:
+        return None
+    values: FloatArray = features.float().cpu().numpy()
+    return values

@@ -97,8 +97,8 @@ class ModelRunner:
         self.kernels = kernels  # "native", "torch" or "triton"
         self.feature_width = feature_width  # hidden size of the features, 0 without a head
         self.weights_digest = weights_digest  # hex; equal for equal checkpoints
-        self._decoder = decoder
-        self._rope = Rope(config)
+        self.decoder = decoder
+        self.rope = Rope(config)
 
     @classmethod
     def load(cls, model_dir: Path, options: RunnerOptions | None = None) -> ModelRunner:
@@ -129,7 +129,7 @@ class ModelRunner:
     @property
     def loaded_kernels(self) -> Kernels:
         """The kernels of the model, for what else runs on its thread."""
-        return self._decoder.kernels
+        return self.decoder.kernels
 
     @torch.inference_mode()
     def forward(self, batch: Batch, stop: StopFlag | None = None) -> ForwardOutput:
@@ -138,18 +138,18 @@ class ModelRunner:
         Raises InvalidArgument, before any write, for an inconsistent batch. Raises StepAborted soon after
         `stop` was set; the cache slots of the batch's rows are then undefined.
         """
-        plan = plan_batch(batch, self.config, self._rope, self.cache)
+        plan = plan_batch(batch, self.config, self.rope, self.cache)
         token_ids = torch.from_numpy(batch.token_ids).long()
-        x, features = self._decoder.run(token_ids, plan, want_features=batch.want_features, stop=stop)
+        x, features = self.decoder.run(token_ids, plan, want_features=batch.want_features, stop=stop)
 
         def logits_of(rows: torch.Tensor) -> torch.Tensor:
             if stop is not None and stop.is_set:
                 raise StepAborted
-            return self._decoder.logits(x[self._decoder.kernels.place(rows)])
+            return self.decoder.logits(x[self.decoder.kernels.place(rows)])
 
         scores = score_prompts(batch, logits_of, vocab_size=self.config.vocab_size)
-        wanted = self._decoder.kernels.place(torch.from_numpy(batch.logit_rows).long())
-        return ForwardOutput(self._decoder.logits(x[wanted]), features, scores)
+        wanted = self.decoder.kernels.place(torch.from_numpy(batch.logit_rows).long())
+        return ForwardOutput(self.decoder.logits(x[wanted]), features, scores)
 
 
 def start_digest(model_dir: Path) -> Future[str]:

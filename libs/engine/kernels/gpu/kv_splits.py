@@ -50,7 +50,8 @@ def choose_split_tokens(context_len: Int32Array, n_splits: int) -> Int32Array:
     64 heads.
     """
     tokens = -(-context_len // np.int32(n_splits * BLOCK_TOKENS)) * np.int32(BLOCK_TOKENS)
-    return np.maximum(tokens, np.int32(_LEAST_SPLIT_TOKENS))
+    at_least: Int32Array = np.maximum(tokens, np.int32(_LEAST_SPLIT_TOKENS))
+    return at_least
 
 
 def splits_of_rows(plan: BatchPlan, split_tokens: Int32Array) -> Int32Array:

@@ -1,0 +1,131 @@
+"""Steps on fixed buffers, in the interpreter: the same bits as steps of exactly their rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tests.engine.kernels.gpu.interpreted  # noqa: F401  (before the programs)
+from libs.engine.core.torch_model import TorchModel
+from libs.engine.graphs.decode_steps import DecodeSteps
+from libs.engine.model.runner import ModelRunner
+from libs.engine.step.batch import Batch
+from tests.engine.graphs.tiny_models import (
+    decode_batch,
+    load_runner,
+    make_model,
+    multiply_row_by_row,
+    write_checkpoint,
+)
+
+N_PAGES = 60
+N_BLOCKS = 7
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    return load_runner(write_checkpoint(tmp_path_factory.mktemp("tiny")), n_pages=N_PAGES)
+
+
+@pytest.fixture
+def steps(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> DecodeSteps:
+    """New buffers, whose results are poisoned."""
+    multiply_row_by_row(monkeypatch)
+    steps = steps_of(make_model(runner))
+    steps.logits.fill_(torch.nan)
+    return steps
+
+
+def steps_of(model: TorchModel) -> DecodeSteps:
+    steps = model._decode_steps
+    assert steps is not None
+    return steps
+
+
+def poison(runner: ModelRunner, batch: Batch, *, seed: int) -> torch.Tensor:
+    """Random KV in the contexts of a batch, NaN everywhere else; returns all of it."""
+    pages = runner.cache.pages
+    pages.fill_(torch.nan)
+    block_tokens = pages.shape[2]
+    generator = torch.Generator().manual_seed(seed)
+    for sequence, n_tokens in enumerate(batch.context_len.tolist()):
+        n_kept = n_tokens - int(np.diff(batch.query_start)[sequence])
+        for block in range(-(-n_kept // block_tokens)):
+            n_slots = min(n_kept - block * block_tokens, block_tokens)
+            page = pages[int(batch.page_table[sequence, block])]
+            page[:, :n_slots] = torch.randn(page[:, :n_slots].shape, generator=generator)
+    return pages.clone()
+
+
+CASES = [
+    ([1], [1]),
+    ([1], [100]),
+    ([1] * 3, [17, 1, 64]),
+    ([1] * 5, [100, 3, 50, 16, 33]),
+    ([1] * 7, [9, 99, 31, 70, 2, 16, 48]),
+    ([2, 1, 3], [40, 7, 100]),  # drafts of different lengths
+    ([4, 1, 1], [99, 64, 65]),
+]
+
+
+@pytest.mark.parametrize(("rows", "contexts"), CASES)
+def test_a_padded_step_has_the_bits_of_the_step_without_padding(
+    runner: ModelRunner, steps: DecodeSteps, rows: list[int], contexts: list[int]
+) -> None:
+    """Logits and KV alike; neither reads KV behind a context or of another page."""
+    batch = decode_batch(rows, contexts, seed=len(rows), n_blocks=N_BLOCKS)
+    before = poison(runner, batch, seed=1)
+    wanted = runner.forward(batch).logits
+    written = runner.cache.pages.clone()
+    runner.cache.pages.copy_(before)
+    actual = steps.forward(batch)
+    assert actual is not None
+    assert wanted.isfinite().all()
+    assert torch.equal(actual.logits, wanted)
+    assert torch.equal(runner.cache.pages.nan_to_num(123.0), written.nan_to_num(123.0))
+
+
+def test_padding_changes_only_the_slots_of_the_rows(runner: ModelRunner, steps: DecodeSteps) -> None:
+    """A bucket that held eight sequences runs three: what it held before is not written again."""
+    full = decode_batch([1] * 8, [60] * 8, seed=3, n_blocks=N_BLOCKS)
+    poison(runner, full, seed=3)
+    assert steps.forward(full) is not None
+    batch = decode_batch([1] * 5, [20, 33, 9, 47, 64], seed=4, n_blocks=N_BLOCKS)
+    before = poison(runner, batch, seed=4).nan_to_num(123.0)
+    assert steps.forward(batch) is not None
+    changed = (runner.cache.pages.nan_to_num(123.0) != before).any(dim=(1, 3))  # [page, slot]
+    last = batch.context_len - 1
+    pages = batch.page_table[np.arange(5), last // 16]
+    written = set(zip(pages.tolist(), (last % 16).tolist(), strict=True))
+    assert set(map(tuple, changed.nonzero().tolist())) == written
+
+
+def test_a_row_takes_the_token_that_the_step_before_chose(runner: ModelRunner, steps: DecodeSteps) -> None:
+    batch = decode_batch([1] * 3, [20, 33, 9], seed=5, n_blocks=N_BLOCKS)
+    poison(runner, batch, seed=5)
+    steps.tokens[:4] = torch.tensor([7, 250, -1, 99])
+    known = batch.token_ids.copy()
+    known[[0, 2]] = (99, 250)
+    wanted = runner.forward(Batch(**{**_fields(batch), "token_ids": known})).logits
+    steps._run_forward(batch, np.array([3, -1, 1], np.int32), None)
+    assert torch.equal(steps.logits[:3], wanted)
+
+
+def _fields(batch: Batch) -> dict[str, object]:
+    return {name: getattr(batch, name) for name in Batch.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"logit_rows": np.array([0], np.int32)},
+        {"scored_rows": np.array([0], np.int32), "scored_tokens": np.array([1], np.int32)},
+    ],
+    ids=["a chunk of a prompt", "scored rows"],
+)
+def test_other_batches_have_no_bucket(steps: DecodeSteps, change: dict[str, object]) -> None:
+    batch = decode_batch([2, 1], [30, 8], seed=6, n_blocks=N_BLOCKS)
+    assert steps.forward(Batch(**{**_fields(batch), **change})) is None
+    assert steps.forward(decode_batch([5], [30], seed=6, n_blocks=N_BLOCKS)) is None  # more than 3 drafts
+    assert steps.forward(decode_batch([1] * 9, [9] * 9, seed=6, n_blocks=1)) is None  # more than max_batch
