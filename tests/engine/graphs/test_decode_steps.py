@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -19,8 +22,8 @@ from tests.engine.graphs.tiny_models import (
     write_checkpoint,
 )
 
-N_PAGES = 60
-N_BLOCKS = 7
+N_PAGES = 8 * 40
+N_BLOCKS = 40
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +35,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 def steps(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> DecodeSteps:
     """New buffers, whose results are poisoned."""
     multiply_row_by_row(monkeypatch)
+    monkeypatch.setattr(runner.loaded_kernels, "_processors", 8)
     steps = steps_of(make_model(runner))
     steps.logits.fill_(torch.nan)
     return steps
@@ -66,6 +70,9 @@ CASES = [
     ([1] * 7, [9, 99, 31, 70, 2, 16, 48]),
     ([2, 1, 3], [40, 7, 100]),  # drafts of different lengths
     ([4, 1, 1], [99, 64, 65]),
+    ([1], [600]),  # several splits
+    ([1] * 3, [5, 640, 300]),
+    ([2, 1, 4], [400, 257, 6]),
 ]
 
 
@@ -107,13 +114,9 @@ def test_a_row_takes_the_token_that_the_step_before_chose(runner: ModelRunner, s
     steps.tokens[:4] = torch.tensor([7, 250, -1, 99])
     known = batch.token_ids.copy()
     known[[0, 2]] = (99, 250)
-    wanted = runner.forward(Batch(**{**_fields(batch), "token_ids": known})).logits
+    wanted = runner.forward(replace(batch, token_ids=known)).logits
     steps._run_forward(batch, np.array([3, -1, 1], np.int32), None)
     assert torch.equal(steps.logits[:3], wanted)
-
-
-def _fields(batch: Batch) -> dict[str, object]:
-    return {name: getattr(batch, name) for name in Batch.__dataclass_fields__}
 
 
 @pytest.mark.parametrize(
@@ -124,8 +127,8 @@ def _fields(batch: Batch) -> dict[str, object]:
     ],
     ids=["a chunk of a prompt", "scored rows"],
 )
-def test_other_batches_have_no_bucket(steps: DecodeSteps, change: dict[str, object]) -> None:
+def test_other_batches_have_no_bucket(steps: DecodeSteps, change: dict[str, Any]) -> None:
     batch = decode_batch([2, 1], [30, 8], seed=6, n_blocks=N_BLOCKS)
-    assert steps.forward(Batch(**{**_fields(batch), **change})) is None
+    assert steps.forward(replace(batch, **change)) is None
     assert steps.forward(decode_batch([5], [30], seed=6, n_blocks=N_BLOCKS)) is None  # more than 3 drafts
     assert steps.forward(decode_batch([1] * 9, [9] * 9, seed=6, n_blocks=1)) is None  # more than max_batch
