@@ -7,8 +7,10 @@ no torch, and the fake engine of tests runs the same bookkeeping.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count
 
 from libs.engine.core.accounting import count_ledger
+from libs.engine.core.ahead_steps import AheadLoop
 from libs.engine.core.state_lock import StateLock, locked
 from libs.engine.core.step_commit import commit_outputs, fail, progress
 from libs.engine.core.step_outputs import split_result
@@ -24,7 +26,7 @@ from libs.engine.scheduling.scheduler import Limits, Slice, schedule
 from libs.engine.scheduling.shared_blocks import SharedBlocks
 from libs.engine.scheduling.step_abort import StepAbort
 from libs.engine.step.constraint import TokenConstraint
-from libs.engine.step.step_model import SequenceRows, StepModel, StepResult, lay_out
+from libs.engine.step.step_model import AheadModel, SequenceRows, StepModel, StepResult, lay_out
 from libs.engine.step.stop_flag import StepAborted
 from libs.engine.step.types import (
     FEATURE_WINDOW_TOKENS,
@@ -53,8 +55,13 @@ class PagedEngine:
         step_tokens: int = 512,
         long_step_tokens: int = 0,
         share_running_prefixes: bool = True,
+        steps_ahead: bool = False,
     ) -> None:
-        """With `share_running_prefixes=False`, prompts with a common prefix each compute all of it."""
+        """With `share_running_prefixes=False`, prompts with a common prefix each compute all of it.
+
+        `steps_ahead`: a step of decode rows begins before the tokens of the last one are read. Raises
+        FailedPrecondition where the model cannot do that.
+        """
         self.model = model
         max_batch = model.info.max_batch
         self._limits = Limits(max(step_tokens, max_batch), max_batch, long_step_tokens)
@@ -67,8 +74,9 @@ class PagedEngine:
         self._step_abort = StepAbort()
         self.state_lock = StateLock()
         self._n_started = 0
-        self._n_slices = 0
+        self._slice_numbers = count(1)
         self._n_starved = 0  # decoding sequences that wait for a page, which new sequences may not take
+        self._ahead = self._open_ahead(model) if steps_ahead else None
 
     @property
     def info(self) -> EngineInfo:
@@ -192,6 +200,13 @@ class PagedEngine:
         self, drafts: Mapping[str, Sequence[int]] = NO_DRAFTS, *, features: bool = True
     ) -> list[StepOutput]:
         outputs = self._report_finished()
+        if self._ahead is not None:
+            may_launch = not (features and self.info.feature_width)
+            known = self._ahead.step(self._sequences, drafts, may_launch=may_launch)
+            if known is not None:
+                self._shares.observe(())
+                self._n_starved = 0
+                return outputs + known
         prefilling = [s for s in self._sequences.values() if s.state is SequenceState.PREFILLING]
         self._shares.observe([sequence.spec.salt for sequence in prefilling])
         copied = self._shared.copy_new(prefilling)
@@ -218,8 +233,7 @@ class PagedEngine:
         add_waited_tokens(prefilling, rows)
         charge_rows(self._shares, prefilling, rows)
         for part in rows:
-            self._n_slices += 1
-            self._sequences[part.seq_id].last_slice = self._n_slices
+            self._sequences[part.seq_id].last_slice = next(self._slice_numbers)
         return outputs + [
             commit_outputs(
                 self._sequences[part.rows.seq_id],
@@ -233,6 +247,8 @@ class PagedEngine:
 
     @locked
     def has_work(self) -> bool:
+        if self._ahead is not None and self._ahead.has_step:
+            return True
         return any(
             s.state in (SequenceState.PREFILLING, SequenceState.DECODING) for s in self._sequences.values()
         )
@@ -253,6 +269,19 @@ class PagedEngine:
         self._blocks.check()
 
     # ---- parts of a step
+
+    def _open_ahead(self, model: StepModel) -> AheadLoop:
+        if not isinstance(model, AheadModel):
+            raise FailedPrecondition(f"{type(model).__name__} cannot begin a step before the last one ends")
+        return AheadLoop(
+            model,
+            self._blocks,
+            self._features,
+            limits=self._limits,
+            slice_numbers=self._slice_numbers,
+            step_abort=self._step_abort,
+            state_lock=self.state_lock,
+        )
 
     def _awaited(self) -> int:
         """Pages kept for decoding sequences that lack one. Without work there are no such sequences."""

@@ -126,6 +126,33 @@ class EngineSequence:
         if self.constraint is not None:
             self.constraint.advance(tokens)
 
+    def next_row(self, ahead: int) -> SequenceRows:
+        """The row after `ahead` tokens, 0 or 1, that a launched step samples. The unknown one counts as 0."""
+        end = self.n_computed + ahead + 1
+        self._ensure(end)
+        self._buffer[self.n_tokens : end] = 0  # scratch, as drafts are
+        return SequenceRows(
+            seq_id=self.spec.seq_id,
+            tokens=self._buffer[:end],
+            pages=self.pages,
+            n_rows=1,
+            n_sampled=1,
+            n_prompt=len(self.spec.prompt),
+            first_index=self.n_output + ahead,
+            params=self.spec.sampling,
+            output_counts=self._output_counts,
+            prompt_ids=self._prompt_ids,
+            constraint=self.constraint,
+        )
+
+    def ends_within(self, n_tokens: int, *, max_context_tokens: int) -> bool:
+        """Whether so many more tokens, at least 1, end the sequence whatever they are."""
+        return (
+            self.spec.prefill_only
+            or self.n_output + n_tokens >= self.spec.sampling.max_tokens
+            or self.n_tokens + n_tokens >= max_context_tokens
+        )
+
     def rows(self, n_tokens: int, drafts: Sequence[int]) -> SequenceRows:
         """Rows of the next `n_tokens` known tokens, then of the drafts, which follow the last known token."""
         end = self.n_computed + n_tokens

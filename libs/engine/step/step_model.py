@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from libs.common.block_hash import TokenArray
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import Batch, Int32Array
 from libs.engine.step.constraint import TokenConstraint
 from libs.engine.step.prompt_scores import PromptScores
 from libs.engine.step.stop_flag import StopFlag
@@ -84,6 +84,31 @@ class StepModel(Protocol):
         """Write the KV of all rows and sample. An error changes no sequence.
 
         Raises StepAborted soon after `stop` was set; then a later step computes the rows' KV again.
+        """
+        ...
+
+
+class PendingStep(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepResult:
+        """Wait for the step."""
+        ...
+
+
+@runtime_checkable
+class AheadModel(StepModel, Protocol):
+    """A model that begins a step before the tokens of the step before it are known."""
+
+    def can_launch(self, rows: Sequence[SequenceRows]) -> bool:
+        """Whether the host has no part in these rows between their launch and their tokens."""
+        ...
+
+    def launch(self, batch: Batch, rows: Sequence[SequenceRows], sources: Int32Array) -> PendingStep:
+        """Begin to write the KV of all rows and to sample; launched steps run in their order.
+
+        Row i takes the token of row sources[i] of the step that was launched before; where that is -1, the
+        batch's. No `run` may come between the two.
         """
         ...
 

@@ -1,0 +1,219 @@
+"""Steps that run one ahead of the host: a step begins before the tokens of the step before it are read.
+
+The host then works while the device computes. It finds the end of a sequence one step late: the row that ran
+meanwhile is dropped with its token, and its KV lies behind the sequence's end. Until that row has run, its
+page stays held, so that no other sequence and no peer writes there first.
+
+Only decode rows whose tokens the device chooses alone go ahead. A prompt, a draft, a grammar, a penalty, log
+probabilities or wanted features end the run of such steps, and later ones begin it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from libs.engine.core.state_lock import StateLock
+from libs.engine.core.step_commit import commit_outputs
+from libs.engine.core.step_outputs import split_result
+from libs.engine.kv.block_features import BlockFeatures
+from libs.engine.kv.block_manager import BlockManager
+from libs.engine.kv.sequence import EngineSequence, SequenceState
+from libs.engine.scheduling.scheduler import Limits, Slice, StepCandidate, schedule
+from libs.engine.scheduling.step_abort import StepAbort
+from libs.engine.step.batch import Int32Array
+from libs.engine.step.step_model import AheadModel, PendingStep, SequenceRows, StepResult, lay_out
+from libs.engine.step.types import EngineInfo, StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class AheadRows:
+    """What a step ahead computes: a row of each sequence, and where its token comes from."""
+
+    sequences: tuple[EngineSequence, ...]
+    rows: tuple[SequenceRows, ...]
+    slices: tuple[Slice, ...]
+    sources: Int32Array
+
+    def written_pages(self, block_tokens: int) -> list[int]:
+        """The page that each row writes to."""
+        return [r.pages[(len(r.tokens) - 1) // block_tokens] for r in self.rows]
+
+
+@dataclass(frozen=True, slots=True)
+class AheadStep:
+    """A launched step. `pages` are held until its result is there."""
+
+    planned: AheadRows
+    pending: PendingStep
+    pages: Sequence[int]
+
+
+def plan_ahead(
+    sequences: Collection[EngineSequence],
+    before: AheadStep | None,
+    drafts: Mapping[str, Sequence[int]],
+    *,
+    blocks: BlockManager,
+    info: EngineInfo,
+    limits: Limits,
+) -> AheadRows | None:
+    """The rows behind those of `before`, whose tokens are unknown. Allocates their pages.
+
+    None where a prompt, a draft or a sequence without a page needs a step that the host prepares.
+    """
+    places = {} if before is None else {s: i for i, s in enumerate(before.planned.sequences)}
+    decoding: dict[str, EngineSequence] = {}
+    for sequence in sequences:
+        if sequence.state is SequenceState.PREFILLING:
+            return None
+        if sequence.state is not SequenceState.DECODING:
+            continue
+        ahead = int(sequence in places)
+        if ahead and sequence.ends_within(1, max_context_tokens=info.max_context_tokens):
+            continue
+        if drafts.get(sequence.spec.seq_id) or not sequence.grow(sequence.n_tokens + ahead, blocks):
+            return None
+        decoding[sequence.spec.seq_id] = sequence
+    slices = schedule([_candidate(sequence) for sequence in decoding.values()], limits)
+    if not slices:
+        return None
+    chosen = tuple(decoding[piece.seq_id] for piece in slices)
+    return AheadRows(
+        chosen,
+        tuple(sequence.next_row(int(sequence in places)) for sequence in chosen),
+        tuple(slices),
+        np.array([places.get(sequence, -1) for sequence in chosen], np.int32),
+    )
+
+
+class AheadLoop:
+    """Keeps one step in flight. The engine's thread calls it, under the engine's lock."""
+
+    def __init__(
+        self,
+        model: AheadModel,
+        blocks: BlockManager,
+        features: BlockFeatures,
+        *,
+        limits: Limits,
+        slice_numbers: Iterator[int],
+        step_abort: StepAbort,
+        state_lock: StateLock,
+    ) -> None:
+        self._model = model
+        self._blocks = blocks
+        self._features = features
+        self._limits = limits
+        self._slice_numbers = slice_numbers
+        self._step_abort = step_abort
+        self._state_lock = state_lock
+        self._in_flight: AheadStep | None = None
+
+    @property
+    def has_step(self) -> bool:
+        """Whether a step is in flight, whose result must still be taken."""
+        return self._in_flight is not None
+
+    def step(
+        self,
+        sequences: Mapping[str, EngineSequence],
+        drafts: Mapping[str, Sequence[int]],
+        *,
+        may_launch: bool,
+    ) -> list[StepOutput] | None:
+        """Launch the next step, then take the result of the one before it.
+
+        None when no step is in flight, and the next one needs the host. An error changes no sequence.
+        """
+        oldest = self._in_flight or (self._launch_next(sequences, drafts, None) if may_launch else None)
+        if oldest is None:
+            return None
+        self._in_flight = None
+        try:
+            self._in_flight = self._launch_next(sequences, drafts, oldest) if may_launch else None
+            result = self._wait(oldest)
+        except BaseException:
+            self._drop()
+            raise
+        finally:
+            self._blocks.release(oldest.pages)
+        return self._commit(oldest.planned, result, sequences)
+
+    def _launch_next(
+        self,
+        sequences: Mapping[str, EngineSequence],
+        drafts: Mapping[str, Sequence[int]],
+        before: AheadStep | None,
+    ) -> AheadStep | None:
+        info = self._model.info
+        planned = plan_ahead(
+            sequences.values(), before, drafts, blocks=self._blocks, info=info, limits=self._limits
+        )
+        if planned is None or not self._model.can_launch(planned.rows):
+            return None
+        batch = lay_out(planned.rows, block_tokens=info.block_tokens, want_features=False)
+        pages = planned.written_pages(info.block_tokens)
+        self._blocks.acquire(pages)
+        try:
+            with self._running(planned, before):
+                pending = self._model.launch(batch, planned.rows, planned.sources)
+        except BaseException:
+            self._blocks.release(pages)
+            raise
+        for sequence in planned.sequences:
+            sequence.last_slice = next(self._slice_numbers)
+        return AheadStep(planned, pending, pages)
+
+    def _wait(self, step: AheadStep) -> StepResult:
+        with self._running(step.planned, self._in_flight):
+            return step.pending.result()
+
+    @contextmanager
+    def _running(self, planned: AheadRows, other: AheadStep | None) -> Iterator[None]:
+        """Release the engine's lock. Sequences with rows in a step in flight keep their places meanwhile."""
+        rows = [*planned.rows, *(other.planned.rows if other else ())]
+        self._step_abort.begin({row.seq_id: 1 for row in rows})
+        try:
+            with self._state_lock.released():
+                yield
+        finally:
+            self._step_abort.end(aborted=False)
+
+    def _commit(
+        self, planned: AheadRows, result: StepResult, sequences: Mapping[str, EngineSequence]
+    ) -> list[StepOutput]:
+        parts = split_result(result, planned.rows, planned.slices, {})
+        return [
+            commit_outputs(
+                sequence,
+                part,
+                self._blocks,
+                self._features,
+                max_context_tokens=self._model.info.max_context_tokens,
+            )
+            for sequence, part in zip(planned.sequences, parts, strict=True)
+            # The others ended, or were released, after the launch.
+            if sequences.get(part.rows.seq_id) is sequence and sequence.state is SequenceState.DECODING
+        ]
+
+    def _drop(self) -> None:
+        """Wait for the step in flight and forget it."""
+        step, self._in_flight = self._in_flight, None
+        if step is not None:
+            with suppress(Exception):
+                step.pending.result()
+            self._blocks.release(step.pages)
+
+
+def _candidate(sequence: EngineSequence) -> StepCandidate:
+    return StepCandidate(
+        seq_id=sequence.spec.seq_id,
+        arrival=sequence.arrival,
+        last_slice=sequence.last_slice,
+        pending_tokens=1,
+        decoding=True,
+    )

@@ -1,0 +1,237 @@
+"""Steps one ahead under random orders of calls: every stream is that of plain recomputation, no page is lost.
+
+The device is as late as it may be, and sequences end by tokens that no one foresees. A row that ran after its
+sequence's end must show nowhere: in no output, no page of another sequence, no count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from libs.engine.core.engine import PagedEngine
+from libs.engine.core.fake import FakeModel, build_fake_engine, expected_tokens
+from libs.engine.step.types import SamplingParams, SequenceSpec, StepOutput
+from slipstream.errors import OutOfPages
+from tests.engine.core.deferred_model import DeferredModel
+from tests.engine.support import check_accounting
+
+BLOCK = 4
+CONTEXT = 24
+VOCAB = 12  # few tokens, so that a stop token is common
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 9], [1]]
+
+
+def make_engine(**options: int) -> tuple[PagedEngine, DeferredModel]:
+    fake = build_fake_engine(
+        block_tokens=BLOCK, vocab_size=VOCAB, max_context_tokens=CONTEXT, feature_width=0, **options
+    ).model
+    assert isinstance(fake, FakeModel)
+    model = DeferredModel(fake)
+    return PagedEngine(model, step_tokens=6, steps_ahead=True), model
+
+
+def wanted_tokens(engine: PagedEngine, prompt: list[int], params: SamplingParams) -> list[int]:
+    """All tokens of a sequence, the stop token with them."""
+    room = min(params.max_tokens, CONTEXT - len(prompt))
+    tokens = expected_tokens(engine, prompt, params, n=room)
+    for index, token in enumerate(tokens):
+        if token in params.stop_token_ids and index + 1 > params.min_tokens:
+            return tokens[: index + 1]
+    return tokens
+
+
+@dataclass
+class Stream:
+    """The test's model of one sequence."""
+
+    prompt: list[int]
+    params: SamplingParams
+    wanted: list[int]
+    emitted: list[int] = field(default_factory=list)
+    started: bool = False
+    ended: bool = False
+
+
+class AheadMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine, self.model = make_engine(n_pages=14, max_batch=3)
+        self.streams: dict[str, Stream] = {}
+        self.pins: list[tuple[int, ...]] = []
+        self.n_sequences = 0
+
+    @rule(
+        prompt=st.sampled_from(PROMPTS),
+        seed=st.integers(0, 3),
+        stops=st.sampled_from([(), (3,), (1, 5, 7)]),
+        max_tokens=st.sampled_from([1, 2, 5, 12]),
+        penalty=st.sampled_from([0.0, 0.0, 0.5]),
+        fill=st.booleans(),
+        reuse=st.booleans(),
+    )
+    def reserve(
+        self,
+        prompt: list[int],
+        seed: int,
+        stops: tuple[int, ...],
+        max_tokens: int,
+        penalty: float,
+        fill: bool,
+        reuse: bool,
+    ) -> None:
+        """A penalty changes no token of the fake model, but needs the host. An id may be used again."""
+        params = SamplingParams(
+            seed=seed, stop_token_ids=stops, max_tokens=max_tokens, presence_penalty=penalty
+        )
+        seq_id = "again" if reuse and "again" not in self.streams else f"s{self.n_sequences}"
+        self.n_sequences += 1
+        spec = SequenceSpec(seq_id, np.array(prompt, dtype=np.uint32), params)
+        try:
+            reservation = self.engine.reserve(spec)
+        except OutOfPages:
+            return
+        self.streams[seq_id] = Stream(prompt, params, wanted_tokens(self.engine, prompt, params))
+        if fill:
+            size = self.engine.info.page_bytes
+            for block in range(reservation.cached_tokens // BLOCK, -(-len(prompt) // BLOCK)):
+                content = self.model.page_content(np.array(prompt, dtype=np.uint32), block)
+                at = reservation.pages[block] * size
+                self.model.memory[at : at + len(content)] = content
+            self.engine.fill(seq_id, len(prompt))
+
+    @rule(index=st.integers(0, 20), with_token=st.booleans())
+    def start(self, index: int, with_token: bool) -> None:
+        waiting = [s for s in self.engine.sequences() if not self.streams[s.spec.seq_id].started]
+        if not waiting:
+            return
+        sequence = waiting[index % len(waiting)]
+        stream = self.streams[sequence.spec.seq_id]
+        stream.started = True
+        if with_token and sequence.n_computed == sequence.n_tokens:
+            stream.emitted.append(stream.wanted[0])
+            self.engine.start(sequence.spec.seq_id, first_token=stream.wanted[0])
+        else:
+            self.engine.start(sequence.spec.seq_id)
+
+    @precondition(lambda self: self.engine.has_work())
+    @rule(kind=st.sampled_from(["none", "none", "none", "right", "wrong"]))
+    def step(self, kind: str) -> None:
+        drafts = {}
+        for seq_id, stream in self.streams.items():
+            right = stream.wanted[len(stream.emitted) :][:3]
+            drafts[seq_id] = {"none": [], "right": right, "wrong": [*right[:1], 11, 3]}[kind]
+        self.take(self.engine.step(drafts))
+
+    def take(self, outputs: list[StepOutput]) -> None:
+        assert len({o.seq_id for o in outputs}) == len(outputs)
+        for output in outputs:
+            stream = self.streams[output.seq_id]
+            assert not stream.ended
+            stream.emitted += output.tokens
+            assert stream.emitted == stream.wanted[: len(stream.emitted)]
+            stream.ended = output.finish is not None or output.failure is not None
+            if output.failure is None:
+                assert (output.finish is not None) == (stream.emitted == stream.wanted)
+            else:
+                assert isinstance(output.failure, OutOfPages)
+
+    @rule(index=st.integers(0, 20), is_cancelled=st.booleans())
+    def release(self, index: int, is_cancelled: bool) -> None:
+        if self.streams:
+            seq_id = sorted(self.streams)[index % len(self.streams)]
+            if is_cancelled:
+                self.engine.abandon(seq_id)
+            del self.streams[seq_id]
+            self.engine.release(seq_id)
+
+    @precondition(lambda self: self.engine.has_work())
+    @rule(left=st.sets(st.integers(0, 20), max_size=3))
+    def release_during_a_step(self, left: set[int]) -> None:
+        """Another thread releases sequences while the host waits: at once, or after the step."""
+        leaving = {sorted(self.streams)[index % len(self.streams)] for index in left if self.streams}
+        stayed: set[str] = set()
+
+        def leave() -> None:
+            for seq_id in leaving & set(self.streams):
+                self.engine.abandon(seq_id)
+                if self.engine.try_release(seq_id):
+                    del self.streams[seq_id]
+                else:
+                    stayed.add(seq_id)
+
+        self.model.during_wait = leave
+        outputs = self.engine.step()
+        self.model.during_wait = lambda: None
+        self.take([output for output in outputs if output.seq_id in self.streams])
+        for seq_id in stayed & set(self.streams):
+            del self.streams[seq_id]
+            self.engine.release(seq_id)
+
+    @precondition(lambda self: self.engine.has_work())
+    @rule()
+    def failing_step(self) -> None:
+        """A failed device changes no sequence: the same rows run again."""
+        before = {s.spec.seq_id: s.n_tokens for s in self.engine.sequences()}
+        self.model.fails = True
+        try:
+            self.take(self.engine.step())
+        except RuntimeError:
+            assert {s.spec.seq_id: s.n_tokens for s in self.engine.sequences()} == before
+        self.model.fails = False
+
+    @rule(index=st.integers(0, 20))
+    def pin(self, index: int) -> None:
+        sequences = [s for s in self.engine.sequences() if s.pages]
+        if sequences and len(self.pins) < 2:
+            pages = tuple(sequences[index % len(sequences)].pages[:1])
+            self.engine.pin(pages)
+            self.pins.append(pages)
+
+    @rule()
+    def unpin(self) -> None:
+        if self.pins:
+            self.engine.unpin(self.pins.pop())
+
+    @invariant()
+    def accounting_is_consistent(self) -> None:
+        check_accounting(self.engine)
+        assert self.engine.ledger().sequences == len(self.streams)
+
+    def teardown(self) -> None:
+        for seq_id in list(self.streams):
+            self.engine.release(seq_id)
+        for pages in self.pins:
+            self.engine.unpin(pages)
+        while self.engine.has_work():
+            assert not self.engine.step()
+        ledger = self.engine.ledger()
+        assert (ledger.sequences, ledger.pages_held, ledger.pinned_pages) == (0, 0, 0)
+        check_accounting(self.engine)
+
+
+TestAheadMachine = AheadMachine.TestCase
+TestAheadMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.parametrize("stops", [(), (3,)])
+def test_steps_follow_steps_that_are_not_read(stops: tuple[int, ...]) -> None:
+    """The premise of the machine: most rows take tokens that the host does not know."""
+    engine, model = make_engine(n_pages=64, max_batch=8)
+    params = [SamplingParams(seed=seed, max_tokens=12, stop_token_ids=stops) for seed in range(5)]
+    for index, each in enumerate(params):
+        engine.reserve(SequenceSpec(str(index), np.array([1, 2, index], np.uint32), each))
+        engine.start(str(index))
+    emitted: dict[str, list[int]] = {str(index): [] for index in range(5)}
+    while engine.has_work():
+        for output in engine.step():
+            emitted[output.seq_id] += output.tokens
+    for index, each in enumerate(params):
+        assert emitted[str(index)] == wanted_tokens(engine, [1, 2, index], each)
+    assert model.n_launched >= 10
+    assert model.n_followed >= 2 * sum(map(len, emitted.values())) // 3
