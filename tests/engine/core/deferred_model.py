@@ -46,6 +46,7 @@ class DeferredModel(FakeModel):
         self._tokens: list[int] = []
         self.n_launched = 0
         self.n_followed = 0  # rows that took an unknown token
+        self.n_rows = 0  # that were sampled
         self.during_wait: Callable[[], None] = lambda: None  # calls of another thread
         self.fails = False
 
@@ -70,7 +71,9 @@ class DeferredModel(FakeModel):
         while wanted.tokens is None:
             queued = self._queue.popleft()
             before, self._tokens = self._tokens, []
+            self.n_rows += len(queued.rows)
             for row, source in zip(queued.rows, queued.sources.tolist(), strict=True):
+                assert row.first_index == len(row.tokens) - row.n_prompt  # what the seed's draw depends on
                 if source >= 0:
                     row.tokens[-1] = max(before[source], 0)
                 self._tokens.append(self._run_row(row))
@@ -79,6 +82,7 @@ class DeferredModel(FakeModel):
 
     def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         assert not self._queue, "a step of the host began before the launched ones ended"
+        self.n_rows += sum(r.n_sampled for r in rows)
         return super().run(batch, rows, stop)
 
     def _run_row(self, row: SequenceRows) -> int:

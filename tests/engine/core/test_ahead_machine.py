@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.fake import FakeModel, build_fake_engine, expected_tokens
 from libs.engine.step.types import SamplingParams, SequenceSpec, StepOutput
-from slipstream.errors import OutOfPages
+from slipstream.errors import FailedPrecondition, OutOfPages
 from tests.engine.core.deferred_model import DeferredModel
 from tests.engine.support import check_accounting
 
@@ -120,12 +120,18 @@ class AheadMachine(RuleBasedStateMachine):
             self.engine.start(sequence.spec.seq_id)
 
     @precondition(lambda self: self.engine.has_work())
-    @rule(kind=st.sampled_from(["none", "none", "none", "right", "wrong"]))
-    def step(self, kind: str) -> None:
+    @rule(n_steps=st.integers(1, 4))
+    def steps(self, n_steps: int) -> None:
+        for _ in range(n_steps):
+            self.take(self.engine.step())
+
+    @precondition(lambda self: self.engine.has_work())
+    @rule(kind=st.sampled_from(["right", "wrong"]))
+    def step_with_drafts(self, kind: str) -> None:
         drafts = {}
         for seq_id, stream in self.streams.items():
             right = stream.wanted[len(stream.emitted) :][:3]
-            drafts[seq_id] = {"none": [], "right": right, "wrong": [*right[:1], 11, 3]}[kind]
+            drafts[seq_id] = right if kind == "right" else [*right[:1], 11, 3]
         self.take(self.engine.step(drafts))
 
     def take(self, outputs: list[StepOutput]) -> None:
@@ -216,22 +222,74 @@ class AheadMachine(RuleBasedStateMachine):
 
 
 TestAheadMachine = AheadMachine.TestCase
-TestAheadMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestAheadMachine.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+
+
+def start_streams(engine: PagedEngine, params: list[SamplingParams]) -> dict[str, list[int]]:
+    """Sequences 0, 1, ... with the prompt [1, 2, index]; returns their wanted tokens."""
+    for index, each in enumerate(params):
+        engine.reserve(SequenceSpec(str(index), np.array([1, 2, index], np.uint32), each))
+        engine.start(str(index))
+    return {str(index): wanted_tokens(engine, [1, 2, index], each) for index, each in enumerate(params)}
+
+
+def finish(engine: PagedEngine) -> dict[str, list[int]]:
+    emitted: dict[str, list[int]] = {}
+    while engine.has_work():
+        for output in engine.step():
+            emitted.setdefault(output.seq_id, []).extend(output.tokens)
+    return emitted
 
 
 @pytest.mark.parametrize("stops", [(), (3,)])
 def test_steps_follow_steps_that_are_not_read(stops: tuple[int, ...]) -> None:
     """The premise of the machine: most rows take tokens that the host does not know."""
     engine, model = make_engine(n_pages=64, max_batch=8)
-    params = [SamplingParams(seed=seed, max_tokens=12, stop_token_ids=stops) for seed in range(5)]
-    for index, each in enumerate(params):
-        engine.reserve(SequenceSpec(str(index), np.array([1, 2, index], np.uint32), each))
-        engine.start(str(index))
-    emitted: dict[str, list[int]] = {str(index): [] for index in range(5)}
-    while engine.has_work():
-        for output in engine.step():
-            emitted[output.seq_id] += output.tokens
-    for index, each in enumerate(params):
-        assert emitted[str(index)] == wanted_tokens(engine, [1, 2, index], each)
+    wanted = start_streams(
+        engine, [SamplingParams(seed=seed, max_tokens=12, stop_token_ids=stops) for seed in range(5)]
+    )
+    assert finish(engine) == wanted
+    n_tokens = sum(map(len, wanted.values()))
     assert model.n_launched >= 10
-    assert model.n_followed >= 2 * sum(map(len, emitted.values())) // 3
+    assert model.n_followed >= 2 * n_tokens // 3
+    # The ends by a limit are known before. A stop token is found when one row more is on its way.
+    n_late = model.n_rows - n_tokens
+    assert bool(n_late) == bool(stops)
+    assert n_late <= sum(tokens[-1] in stops for tokens in wanted.values())
+
+
+def test_a_late_row_keeps_its_page_until_it_has_run() -> None:
+    """Between launch and result its sequence is released, and a peer writes to the next pages."""
+    engine, model = make_engine(n_pages=4, max_batch=2)
+    start_streams(engine, [SamplingParams(seed=1, max_tokens=12)])
+    while model.n_followed < 3:
+        engine.step()
+    engine.release("0")
+    assert engine.ledger().pages_held == 1  # of the row in flight
+    prompt = [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]
+    params = SamplingParams(seed=2, max_tokens=5)
+    reservation = engine.reserve(SequenceSpec("b", np.array(prompt, np.uint32), params))
+    size = engine.info.page_bytes
+    for block, page in enumerate(reservation.pages):
+        content = model.page_content(np.array(prompt, dtype=np.uint32), block)
+        model.memory[page * size : page * size + len(content)] = content
+    engine.fill("b", len(prompt))
+    engine.start("b", first_token=wanted_tokens(engine, prompt, params)[0])
+    assert finish(engine) == {"b": wanted_tokens(engine, prompt, params)[1:]}
+    engine.release("b")
+    assert engine.ledger().pages_held == 0
+
+
+def test_what_needs_the_host_ends_the_run_of_launched_steps() -> None:
+    """A penalty and log probabilities: such a step runs when no other is in flight."""
+    engine, model = make_engine(n_pages=64, max_batch=8)
+    plain = SamplingParams(seed=1, max_tokens=8)
+    wanted = start_streams(engine, [plain, SamplingParams(seed=2, max_tokens=4, presence_penalty=0.5), plain])
+    assert finish(engine) == wanted
+    assert model.n_followed >= 4  # of the others, after its end
+
+
+def test_a_model_that_cannot_launch_is_refused() -> None:
+    engine = build_fake_engine()
+    with pytest.raises(FailedPrecondition, match="FakeModel cannot begin a step"):
+        PagedEngine(engine.model, steps_ahead=True)
