@@ -16,6 +16,8 @@ from libs.engine.eagle.block_head import BlockHead
 from libs.engine.eagle.config import parse_head_config
 from libs.engine.eagle.drafter import ContextHead, DrafterEngine
 from libs.engine.eagle.head import EagleHead
+from libs.engine.graphs.step_graphs import CudaGraphs, StepGraphs
+from libs.engine.kernels.device import open_device
 from libs.engine.kernels.interface import Kernels
 from libs.engine.kernels.library import load_library
 from libs.engine.kernels.native import NativeKernels
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 # The default size of the KV cache: pages for so many full context windows, within a bound in bytes.
 _DEFAULT_CONTEXTS = 4
 _DEFAULT_KV_BYTES = 256 << 20
+DecodeStepsName = Literal["ahead", "graphs", "plain"]
 _LONGEST_STEPS = 4  # a step of a long prompt has at most so many times the usual rows
 
 
@@ -55,6 +58,8 @@ class EngineOptions:
     threads                   CPU threads of a step; None = OMP_NUM_THREADS, or all cores
     progress                  follows the weights that are read
     packed_dir                where processes of a host share packed weights; None = each has its own
+    decode_steps              on a CUDA device: ahead = graphs, and the next step begins before the tokens of
+                              the last one are read; graphs = one launch a step; plain = one a program
     parallel                  how the model is cut over processes; None = one process
     """
 
@@ -77,6 +82,7 @@ class EngineOptions:
     packed_dir: Path | None = None
     least_step_s: float = 0.0
     parallel: ParallelSizes | None = None
+    decode_steps: DecodeStepsName = "ahead"
 
 
 def build_engine(model_dir: Path, options: EngineOptions | None = None) -> PagedEngine:
@@ -107,11 +113,25 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
         max_context_tokens=options.max_context_tokens,
         max_draft_tokens=options.max_draft_tokens,
         drafter_digest=weights_digest(options.draft_model_dir) if options.draft_model_dir else "",
+        graphs=_open_graphs(options),
     )
+    model.capture_decode_steps()
     paced = PacedModel(model, options.least_step_s) if options.least_step_s else model
     expands = options.device == "cpu" and options.kernels == "native"
     long_step_tokens = min(long_prompt_rows(config), _LONGEST_STEPS * options.step_tokens) if expands else 0
-    return PagedEngine(paced, step_tokens=options.step_tokens, long_step_tokens=long_step_tokens)
+    return PagedEngine(
+        paced,
+        step_tokens=options.step_tokens,
+        long_step_tokens=long_step_tokens,
+        steps_ahead=options.decode_steps == "ahead" and options.device != "cpu" and paced is model,
+    )
+
+
+def _open_graphs(options: EngineOptions) -> StepGraphs | None:
+    """Graphs of the device. A CPU has none: there launches cost nothing that a graph would save."""
+    if options.device == "cpu" or options.decode_steps == "plain":
+        return None
+    return CudaGraphs(open_device(options.device))
 
 
 def _load(

@@ -101,6 +101,11 @@ class TorchModel:
         tokens, logprobs = sample(output.logits, rows, ready)
         return StepResult(tokens, logprobs, _in_host(output.features), output.scores)
 
+    def capture_decode_steps(self) -> None:
+        """Capture the steps of all batches now, so that no request waits for it."""
+        if self._decode_steps is not None:
+            self._decode_steps.capture_all()
+
     def can_launch(self, rows: Sequence[SequenceRows]) -> bool:
         """See `AheadModel`."""
         return self._decode_steps is not None and all(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from libs.engine.graphs.buckets import BucketLimits, StepBucket, choose_bucket
+from libs.engine.graphs.buckets import BucketLimits, StepBucket, bucket_sizes, choose_bucket
 from libs.engine.graphs.step_graphs import StepGraph, StepGraphs
 from libs.engine.graphs.step_inputs import StepInputs
 from libs.engine.kernels.gpu.sampling_cut import cut_rows
@@ -49,7 +49,7 @@ class LaunchedTokens:
 
 
 class DecodeSteps:
-    """Captures a step of each bucket when it first runs. One thread drives it.
+    """Captures a step of each bucket when it first runs, or before. One thread drives it.
 
     logits [T, V], features [T, H] and tokens [T] of the last step are overwritten by the next.
     """
@@ -77,6 +77,16 @@ class DecodeSteps:
         self._choices: dict[tuple[StepBucket, bool, bool], StepGraph] = {}
 
     @torch.inference_mode()
+    def capture_all(self) -> None:
+        """Capture the steps without drafts, the largest first: the smaller ones use its memory again."""
+        for n_sequences in reversed(list(bucket_sizes(self._limits.max_batch))):
+            bucket = StepBucket(n_sequences, 1)
+            self._inputs_of(bucket)
+            self._forward_of(bucket)
+            for draws, cuts in ((False, False), (True, False), (True, True)):
+                self._choice_of(bucket, draws, cuts)
+
+    @torch.inference_mode()
     def forward(self, batch: Batch) -> ForwardOutput | None:
         """The logits of a batch, in the buffers; None for a batch without a bucket."""
         if self._run_forward(batch, None, None) is None:
@@ -101,12 +111,7 @@ class DecodeSteps:
         bucket = self._run_forward(batch, sources, draws)
         if bucket is None:
             return None
-        key = (bucket, draws.any_drawn, draws.any_drawn and draws.any_cut)
-        choice = self._choices.get(key)
-        if choice is None:
-            choice = self._graphs.capture(f"a choice of {bucket.n_rows} tokens", partial(self._choose, *key))
-            self._choices[key] = choice
-        choice.replay()
+        self._choice_of(bucket, draws.any_drawn, draws.any_drawn and draws.any_cut).replay()
         return LaunchedTokens(self.tokens[: batch.n_rows])
 
     def _run_forward(
@@ -117,13 +122,24 @@ class DecodeSteps:
             return None
         plan = plan_batch(batch, self._runner.config, self._runner.rope, self._runner.cache)
         self._inputs_of(bucket).fill(batch, plan, sources, draws)
+        self._forward_of(bucket).replay()
+        return bucket
+
+    def _forward_of(self, bucket: StepBucket) -> StepGraph:
         forward = self._forwards.get(bucket)
         if forward is None:
             name = f"{bucket.n_sequences} sequences of {bucket.rows_each} rows"
             forward = self._graphs.capture(name, partial(self._compute, bucket))
             self._forwards[bucket] = forward
-        forward.replay()
-        return bucket
+        return forward
+
+    def _choice_of(self, bucket: StepBucket, draws: bool, cuts: bool) -> StepGraph:
+        key = (bucket, draws, cuts)
+        choice = self._choices.get(key)
+        if choice is None:
+            choice = self._graphs.capture(f"a choice of {bucket.n_rows} tokens", partial(self._choose, *key))
+            self._choices[key] = choice
+        return choice
 
     def _inputs_of(self, bucket: StepBucket) -> StepInputs:
         inputs = self._inputs.get(bucket)

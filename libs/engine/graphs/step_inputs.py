@@ -48,7 +48,7 @@ class StepInputs:
         n_splits: int,
         device: torch.device,
     ) -> None:
-        """`n_blocks`: of the longest context; `n_splits`: the most of a sequence."""
+        """`n_blocks`: of the longest context; `n_splits`: the most of a sequence. All rows are padding."""
         self._bucket = bucket
         self._n_splits = n_splits
         self._places: dict[str, tuple[int, np.dtype[Any], tuple[int, ...]]] = {}
@@ -78,6 +78,9 @@ class StepInputs:
             self._view("split_tokens"), self._view("row_splits"), n_splits, bucket.rows_each
         )
         self.plan = _shape_of_plan(bucket, self.device_plan.cos_sin, cache)
+        self._view("page_of_row").fill_(-1)
+        self._view("is_padding").fill_(True)
+        self._view("split_tokens").fill_(_LEAST_SPLIT_TOKENS)
 
     def fill(
         self, batch: Batch, plan: BatchPlan, sources: Int32Array | None, draws: DrawArrays | None

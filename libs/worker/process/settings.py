@@ -25,6 +25,7 @@ _PACKED, _OFF = "packed", "off"
 _BY_OMP = "as OMP_NUM_THREADS says"
 WeightDtype = Literal["auto", "float32", "bfloat16"]
 ComputeDtype = Literal["auto", "float32"]
+DecodeStepsName = Literal["ahead", "graphs", "plain"]
 _DTYPES = ("auto", "float32", "bfloat16")
 
 
@@ -88,6 +89,12 @@ class EngineSettings(WorkerSettings):
         "of products with bf16 and INT4 weights; auto = bf16 where the processor has a unit for it",
         default="auto",
         choices=("auto", "float32"),
+    )
+    decode_steps: str = setting(
+        "on a CUDA device: ahead = the next one begins before the tokens of the last are read; graphs = one "
+        "launch a step; plain = one launch a program",
+        default="ahead",
+        choices=("ahead", "graphs", "plain"),
     )
     kv_registration: str = setting(
         "what peers read: staged = copies of pages; direct = the pages, for rdma and device memory: a "
@@ -198,6 +205,7 @@ def _torch(
             weight_dtype=cast(WeightDtype, options.weight_dtype),
             kv_dtype=cast(WeightDtype, options.kv_dtype),
             compute_dtype=cast(ComputeDtype, options.compute_dtype),
+            decode_steps=cast(DecodeStepsName, options.decode_steps),
             block_tokens=options.block_tokens,
             draft_model_dir=options.draft_model,
             max_batch=options.max_batch,

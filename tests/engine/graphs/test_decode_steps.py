@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from tests.engine.graphs.tiny_models import (
     multiply_row_by_row,
     write_checkpoint,
 )
+from tests.engine.random_head import write_random_head
 
 N_PAGES = 8 * 40
 N_BLOCKS = 40
@@ -132,3 +134,31 @@ def test_other_batches_have_no_bucket(steps: DecodeSteps, change: dict[str, Any]
     assert steps.forward(replace(batch, **change)) is None
     assert steps.forward(decode_batch([5], [30], seed=6, n_blocks=N_BLOCKS)) is None  # more than 3 drafts
     assert steps.forward(decode_batch([1] * 9, [9] * 9, seed=6, n_blocks=1)) is None  # more than max_batch
+
+
+def test_a_capture_before_any_step_writes_no_kv(runner: ModelRunner, steps: DecodeSteps) -> None:
+    batch = decode_batch([1] * 3, [20, 33, 9], seed=7, n_blocks=N_BLOCKS)
+    before = poison(runner, batch, seed=7).nan_to_num(123.0)
+    steps.capture_all()
+    for forward in steps._forwards.values():
+        forward.replay()
+    assert len(steps._forwards) == 4
+    assert torch.equal(runner.cache.pages.nan_to_num(123.0), before)
+    wanted = runner.forward(batch).logits
+    actual = steps.forward(batch)
+    assert actual is not None
+    assert torch.equal(actual.logits, wanted)
+
+
+def test_features_of_a_padded_step_are_those_of_the_step(tmp_path: Path) -> None:
+    write_random_head(tmp_path / "head")
+    runner = load_runner(write_checkpoint(tmp_path / "model"), n_pages=12, head_dir=tmp_path / "head")
+    steps = steps_of(make_model(runner, max_batch=4))
+    batch = replace(decode_batch([2, 1, 1], [20, 9, 33], seed=8, n_blocks=4), want_features=True)
+    poison(runner, batch, seed=8)
+    wanted, actual = runner.forward(batch), steps.forward(batch)
+    assert actual is not None
+    assert wanted.features is not None
+    assert actual.features is not None
+    # The library chooses a product by its rows.
+    torch.testing.assert_close(actual.features, wanted.features, rtol=1e-4, atol=1e-4)

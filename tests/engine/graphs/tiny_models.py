@@ -21,7 +21,8 @@ SHAPE = {"num_hidden_layers": 2, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_grou
 
 
 def write_checkpoint(path: Path, **fields: Any) -> Path:
-    write_random_checkpoint(path, RandomCheckpoint(TINY_CONFIG | SHAPE, quantization="int4"), **fields)
+    """`fields` of config.json."""
+    write_random_checkpoint(path, RandomCheckpoint(TINY_CONFIG | SHAPE | fields, quantization="int4"))
     return path
 
 

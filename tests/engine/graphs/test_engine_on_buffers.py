@@ -1,0 +1,134 @@
+"""Engines on the Triton programs, in the interpreter: plain steps, steps on fixed buffers, and steps ahead.
+
+Their streams are the same, for greedy and seeded sequences that join and stop at random steps, also beside
+sequences whose tokens need the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tests.engine.kernels.gpu.interpreted  # noqa: F401  (before the programs)
+from libs.engine.core.engine import PagedEngine
+from libs.engine.core.torch_model import TorchModel
+from libs.engine.graphs.step_graphs import PlainSteps
+from libs.engine.model.runner import ModelRunner
+from libs.engine.step.types import SequenceSpec
+from tests.engine.graphs.tiny_models import load_runner, multiply_row_by_row, write_checkpoint
+from tests.engine.support import check_accounting, make_spec
+
+N_STREAMS = 5
+# One layer of four experts, two of them chosen: the interpreter takes a step in a tenth of a second.
+SMALLEST = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 4,
+    "first_k_dense_replace": 0,
+}
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.8, "seed": 6, "top_p": 0.9},
+    {"temperature": 1.2, "seed": 7, "top_k": 20, "min_p": 0.01},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.9, "seed": 8, "presence_penalty": 0.6},
+]
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    return load_runner(write_checkpoint(tmp_path_factory.mktemp("tiny"), **SMALLEST), n_pages=40)
+
+
+@pytest.fixture(autouse=True)
+def equal_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply_row_by_row(monkeypatch)
+
+
+class Launches:
+    """Plain steps, counted."""
+
+    def __init__(self) -> None:
+        self.n_replays = 0
+
+    def capture(self, name: str, step: Any) -> Any:
+        graph = PlainSteps().capture(name, step)
+        replay = graph.replay
+
+        def counted() -> None:
+            self.n_replays += 1
+            replay()
+
+        graph.replay = counted  # type: ignore[method-assign]
+        return graph
+
+
+def make_engine(runner: ModelRunner, graphs: Launches | None, *, steps_ahead: bool = False) -> PagedEngine:
+    model = TorchModel(runner, max_batch=4, max_draft_tokens=3, max_context_tokens=120, graphs=graphs)
+    return PagedEngine(model, step_tokens=24, steps_ahead=steps_ahead)
+
+
+def random_specs(seed: int, *, kinds: Sequence[Mapping[str, Any]]) -> list[SequenceSpec]:
+    random = np.random.default_rng(seed)
+    return [
+        make_spec(
+            str(index),
+            random.integers(0, 256, int(random.integers(1, 9))),
+            max_tokens=int(random.integers(3, 9)),
+            stop_token_ids=tuple(random.integers(0, 256, 20).tolist()) if index % 2 else (),
+            **kinds[index % len(kinds)],
+        )
+        for index in range(N_STREAMS)
+    ]
+
+
+def run(
+    engine: PagedEngine, specs: Sequence[SequenceSpec], seed: int, drafts: Mapping[str, Sequence[int]]
+) -> dict[str, list[int]]:
+    """Join at random steps. Drafts guess each stream's rest."""
+    random = np.random.default_rng(seed)
+    waiting, tokens = list(specs), {spec.seq_id: list[int]() for spec in specs}
+    while waiting or engine.has_work():
+        if waiting and (not engine.has_work() or random.random() < 0.4):
+            spec = waiting.pop(0)
+            engine.reserve(spec)
+            engine.start(spec.seq_id)
+        guesses = {i: list(drafts[i][len(tokens[i]) :][:3]) for i in drafts}
+        for output in engine.step({i: guess for i, guess in guesses.items() if guess}):
+            assert output.failure is None
+            tokens[output.seq_id] += output.tokens
+            if output.finish is not None:
+                engine.release(output.seq_id)
+        check_accounting(engine)
+    assert (engine.ledger().sequences, engine.ledger().pages_held) == (0, 0)
+    return tokens
+
+
+@pytest.mark.parametrize("kinds", [KINDS[:4], KINDS[2:]], ids=["on the device", "some on the host"])
+def test_buffers_and_steps_ahead_change_no_token(runner: ModelRunner, kinds: list[dict[str, Any]]) -> None:
+    specs = random_specs(1, kinds=kinds)
+    wanted = run(make_engine(runner, None), specs, 0, {})
+    assert all(wanted.values())
+    on_buffers, ahead = Launches(), Launches()
+    assert run(make_engine(runner, on_buffers), specs, 1, {}) == wanted
+    assert on_buffers.n_replays > 0
+    assert run(make_engine(runner, ahead, steps_ahead=True), specs, 2, {}) == wanted
+    assert ahead.n_replays > 0
+
+
+def test_drafts_on_buffers_change_no_token(runner: ModelRunner) -> None:
+    """Right and wrong drafts, of different lengths, between steps ahead."""
+    specs = random_specs(3, kinds=KINDS[:4])
+    wanted = run(make_engine(runner, None), specs, 0, {})
+    drafts = {
+        seq_id: [token if at % 3 else 7 for at, token in enumerate(tokens)] if int(seq_id) % 2 else tokens
+        for seq_id, tokens in wanted.items()
+    }
+    launches = Launches()
+    assert run(make_engine(runner, launches, steps_ahead=True), specs, 1, drafts) == wanted
+    assert launches.n_replays > 0
