@@ -2,6 +2,9 @@
 
 A step is all that the engine's model does: plan, upload, layers, logits, greedy tokens in the host. The
 scheduler is not in it. Contexts are random pages, so that no prompt has to be computed first.
+
+Decode steps run three times: program by program, as a graph, and as graphs that begin before the tokens of
+the last one are read. The latter two state how many times as fast they are as the first.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from bench.gpu.counting.step_work import StepShape, step_works
 from bench.gpu.counting.work import total_work
 from bench.gpu.timing import busy_us, wall_us
 from libs.engine.core.torch_model import TorchModel
+from libs.engine.graphs.step_graphs import CudaGraphs, PlainSteps, StepGraphs
+from libs.engine.model.runner import ModelRunner
 from libs.engine.model_spec.config import ModelConfig
 from libs.engine.step.batch import Batch
 from libs.engine.step.step_model import SequenceRows
@@ -29,6 +34,7 @@ from libs.engine.step.stop_flag import StopFlag
 from libs.engine.step.types import SamplingParams
 
 _MOST_REPEATS = 10
+_CHAIN = 16  # steps that follow one another, the last of which is read without another behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,8 @@ def step_cases(bench: Bench, config: Callable[[], ModelConfig]) -> Iterator[Repo
     for step in sizes.decode:
         setting = f"{step.batch} sequences of {step.context} tokens"
         yield ReportCase("decode_step", setting, partial(subject.measure, step))
+        yield ReportCase("decode_graph", setting, partial(subject.measure_graph, step))
+        yield ReportCase("decode_ahead", setting, partial(subject.measure_ahead, step))
     for step in sizes.prefill:
         yield ReportCase("prefill", f"{step.rows} tokens", partial(subject.measure, step))
 
@@ -67,29 +75,77 @@ class StepSubject:
         self._bench = bench
         self._config = config
         self._sizes = sizes
+        self._distinct: dict[StepShape, list[int] | None] = {}  # experts that each layer reads
+        self._plain_us: dict[StepShape, float] = {}
+
+    @cached_property
+    def _runner(self) -> ModelRunner:
+        from bench.gpu.cases.random_model import RandomModel
+
+        return RandomModel(self._config, self._bench.device).runner(
+            n_pages=self._sizes.n_pages, block_tokens=self._sizes.block_tokens
+        )
 
     @cached_property
     def _model(self) -> TorchModel:
-        from bench.gpu.cases.random_model import RandomModel
+        return self._model_on(None)
 
-        runner = RandomModel(self._config, self._bench.device).runner(
-            n_pages=self._sizes.n_pages, block_tokens=self._sizes.block_tokens
-        )
-        return TorchModel(runner, max_batch=max(s.batch for s in self._sizes.decode), max_draft_tokens=0)
+    @cached_property
+    def _graph_model(self) -> TorchModel:
+        """On a CPU its steps run on fixed buffers, and are called."""
+        is_cuda = self._bench.device.type == "cuda"
+        return self._model_on(CudaGraphs(self._bench.device) if is_cuda else PlainSteps())
+
+    def _model_on(self, graphs: StepGraphs | None) -> TorchModel:
+        max_batch = max(s.batch for s in self._sizes.decode)
+        return TorchModel(self._runner, max_batch=max_batch, max_draft_tokens=0, graphs=graphs)
 
     def measure(self, step: StepShape) -> Figure:
         batch, rows = self._batch(step)
         run = partial(self._model.run, batch, rows, StopFlag())
         with recorded_choices() as choices:
             run()
-        distinct = [len(set(ids.flatten().tolist())) for ids in choices] or None
+        self._distinct[step] = [len(set(ids.flatten().tolist())) for ids in choices] or None
         device = self._bench.device
         taken_us = wall_us(run, device, min(self._bench.repeats, _MOST_REPEATS))
+        self._plain_us[step] = taken_us
+        return {"busy_us": busy_us(run, device)} | self._figure(step, taken_us)
+
+    def measure_graph(self, step: StepShape) -> Figure:
+        batch, rows = self._batch(step)
+        run = partial(self._graph_model.run, batch, rows, StopFlag())
+        has_same_tokens = run().tokens == self._model.run(batch, rows, StopFlag()).tokens
+        taken_us = wall_us(run, self._bench.device, min(self._bench.repeats, _MOST_REPEATS))
+        figure = {"busy_us": busy_us(run, self._bench.device), "has_same_tokens": has_same_tokens}
+        return figure | self._figure(step, taken_us) | self._ratio(step, taken_us)
+
+    def measure_ahead(self, step: StepShape) -> Figure:
+        """The time of a step in a chain of them, each of which takes the tokens that the last one chose."""
+        batch, rows = self._batch(step)
+        model, sources = self._graph_model, np.arange(step.batch, dtype=np.int32)
+
+        def run() -> None:
+            launched = model.launch(batch, rows, np.full_like(sources, -1))
+            for _ in range(_CHAIN - 1):
+                following = model.launch(batch, rows, sources)
+                launched.result()
+                launched = following
+            launched.result()
+
+        run()
+        taken_us = wall_us(run, self._bench.device, min(self._bench.repeats, _MOST_REPEATS)) / _CHAIN
+        return self._figure(step, taken_us) | self._ratio(step, taken_us)
+
+    def _ratio(self, step: StepShape, taken_us: float) -> Figure:
+        """Beside the step program by program, where that was measured."""
+        return {"ratio": self._plain_us[step] / taken_us} if step in self._plain_us else {}
+
+    def _figure(self, step: StepShape, taken_us: float) -> Figure:
+        distinct = self._distinct.get(step)
         works = list(step_works(self._config, step, distinct))
         floor_us = self._bench.ceilings.floor_us(works)
         return {
             "wall_us": taken_us,
-            "busy_us": busy_us(run, device),
             "floor_us": floor_us,
             "floor_share": floor_us / taken_us,
             "tokens_per_s": step.n_rows / taken_us * 1e6,

@@ -73,6 +73,8 @@ class CudaGraphs:
                 step()
         except RuntimeError as error:
             log.warning("no CUDA graph of %s, its programs are launched one by one: %s", name, error)
+            # The allocator takes the pool of a failed capture as in use.
+            self._pool = torch.cuda.graph_pool_handle()
             return PlainStep(step)
         self.held_bytes += max(free_bytes - torch.cuda.mem_get_info(self._device)[0], 0)
         self.n_graphs += 1

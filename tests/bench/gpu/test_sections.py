@@ -59,13 +59,23 @@ def test_a_step_is_set_beside_its_floor_and_counts_the_experts_that_it_read() ->
     names = [[case.setting for case in BY_NAME[name].cases(MINIATURE)] for name in BY_NAME if "steps" in name]
     assert len(names) == 2 and names[0] == names[1]
     figures, _ = measured("steps_moonlight")
-    assert [f["name"] for f in figures] == ["decode_step", "decode_step", "prefill"]
+    assert [f["name"] for f in figures] == [*["decode_step", "decode_graph", "decode_ahead"] * 2, "prefill"]
     for figure in figures:
         assert figure["floor_share"] == pytest.approx(figure["floor_us"] / figure["wall_us"])
-        assert figure["busy_us"] is None, "there is no device"
-    one, two, prefill = figures
+        assert figure.get("busy_us") is None, "there is no device"
+    one, two, prefill = figures[0], figures[3], figures[6]
     assert one["experts_a_layer"] == 2 and 2 <= two["experts_a_layer"] <= 4
     assert prefill["tokens_per_s"] == pytest.approx(12 / prefill["wall_us"] * 1e6)
+
+
+def test_graphs_and_steps_ahead_are_set_beside_plain_steps() -> None:
+    figures, _ = measured("steps_moonlight")
+    for plain, graph, ahead in (figures[:3], figures[3:6]):
+        assert graph["has_same_tokens"]
+        for figure in (graph, ahead):
+            assert figure["setting"] == plain["setting"]
+            assert figure["n_bytes"] == plain["n_bytes"]
+            assert figure["ratio"] == pytest.approx(plain["wall_us"] / figure["wall_us"])
 
 
 def test_the_ceilings_are_measured() -> None:

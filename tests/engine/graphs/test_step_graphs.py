@@ -1,0 +1,119 @@
+"""What is done around a capture, on a recorded CUDA: tests/gpu/test_step_graphs.py captures on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from libs.engine.graphs.step_graphs import CudaGraphs
+
+DEVICE = torch.device("cuda", 0)
+GRAPH_BYTES = 100
+
+
+class RecordedStream:
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+
+class RecordedGraph:
+    def __init__(self) -> None:
+        self.step: Callable[[], None] | None = None
+
+    def replay(self) -> None:
+        pass
+
+
+class RecordedCuda:
+    """Each capture takes GRAPH_BYTES. A step that raises fails its capture, and spoils the pool for others."""
+
+    def __init__(self) -> None:
+        self.free_bytes = 1000
+        self.is_capturing = False
+        self.pools: list[object] = []
+        self.spoiled: list[object] = []
+
+    def graph_pool_handle(self) -> object:
+        self.pools.append(object())
+        return self.pools[-1]
+
+    @contextmanager
+    def graph(self, graph: Any, *, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
+        assert pool not in self.spoiled
+        assert capture_error_mode == "thread_local"
+        self.is_capturing = True
+        try:
+            yield
+            self.free_bytes -= GRAPH_BYTES
+        except BaseException:
+            self.spoiled.append(pool)
+            raise
+        finally:
+            self.is_capturing = False
+
+    @contextmanager
+    def stream(self, stream: object) -> Iterator[None]:
+        yield
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
+    cuda = RecordedCuda()
+    for name in ("graph_pool_handle", "graph", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(torch.cuda, "Stream", RecordedStream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
+    monkeypatch.setattr(torch.cuda, "current_stream", RecordedStream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (cuda.free_bytes, 0))
+    return cuda
+
+
+def test_a_step_runs_before_it_is_captured(recorded: RecordedCuda) -> None:
+    """Programs are compiled outside of the capture, which cannot load them."""
+    seen: list[bool] = []
+    graphs = CudaGraphs(DEVICE)
+    graph = graphs.capture("a step", lambda: seen.append(recorded.is_capturing))
+    assert seen == [False, False, True]
+    assert isinstance(graph, RecordedGraph)
+    assert (graphs.n_graphs, graphs.held_bytes) == (1, GRAPH_BYTES)
+
+
+def test_beyond_its_memory_nothing_is_captured(recorded: RecordedCuda) -> None:
+    seen: list[bool] = []
+    graphs = CudaGraphs(DEVICE, max_bytes=2 * GRAPH_BYTES)
+    for _ in range(3):
+        graph = graphs.capture("a step", lambda: seen.append(recorded.is_capturing))
+    assert (graphs.n_graphs, graphs.held_bytes) == (2, 2 * GRAPH_BYTES)
+    seen.clear()
+    graph.replay()
+    assert seen == [False]
+
+
+def test_a_step_that_cannot_be_captured_is_called_and_the_next_one_is_captured(
+    recorded: RecordedCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    n_calls = 0
+
+    def waits() -> None:
+        nonlocal n_calls
+        if recorded.is_capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        n_calls += 1
+
+    graphs = CudaGraphs(DEVICE)
+    graph = graphs.capture("a step that waits", waits)
+    assert "no CUDA graph of a step that waits" in caplog.text
+    before = n_calls
+    graph.replay()
+    assert n_calls == before + 1
+    assert graphs.n_graphs == 0
+    assert isinstance(graphs.capture("another", lambda: None), RecordedGraph)
+    assert graphs.n_graphs == 1
