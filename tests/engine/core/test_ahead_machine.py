@@ -27,9 +27,14 @@ VOCAB = 12  # few tokens, so that a stop token is common
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 9], [1]]
 
 
-def make_engine(**options: int) -> tuple[PagedEngine, DeferredModel]:
+def make_engine(*, n_pages: int, max_batch: int) -> tuple[PagedEngine, DeferredModel]:
     fake = build_fake_engine(
-        block_tokens=BLOCK, vocab_size=VOCAB, max_context_tokens=CONTEXT, feature_width=0, **options
+        n_pages=n_pages,
+        block_tokens=BLOCK,
+        vocab_size=VOCAB,
+        max_context_tokens=CONTEXT,
+        feature_width=0,
+        max_batch=max_batch,
     ).model
     assert isinstance(fake, FakeModel)
     model = DeferredModel(fake)

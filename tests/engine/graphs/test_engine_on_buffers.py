@@ -78,7 +78,7 @@ def random_specs(seed: int, *, kinds: Sequence[Mapping[str, Any]]) -> list[Seque
     return [
         make_spec(
             str(index),
-            random.integers(0, 256, int(random.integers(1, 9))),
+            random.integers(0, 256, int(random.integers(1, 9))).astype(np.uint32),
             max_tokens=int(random.integers(3, 9)),
             stop_token_ids=tuple(random.integers(0, 256, 20).tolist()) if index % 2 else (),
             **kinds[index % len(kinds)],

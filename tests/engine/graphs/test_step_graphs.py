@@ -32,7 +32,7 @@ class RecordedGraph:
 
 
 class RecordedCuda:
-    """Each capture takes GRAPH_BYTES. A step that raises fails its capture, and spoils the pool for others."""
+    """Each capture takes GRAPH_BYTES. A step that raises fails its capture, and spoils the pool."""
 
     def __init__(self) -> None:
         self.free_bytes = 1000

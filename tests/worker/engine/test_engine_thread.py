@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from libs.engine.core.engine import PagedEngine
-from libs.engine.core.fake import FakeModel, build_fake_engine
+from libs.engine.core.fake import FakeModel, build_fake_engine, expected_tokens
 from libs.engine.step.batch import Batch
 from libs.engine.step.step_model import SequenceRows, StepResult
 from libs.engine.step.stop_flag import StopFlag
 from libs.engine.step.types import Engine, PageChange, SamplingParams, SequenceSpec, StepOutput
 from libs.worker.engine.engine_thread import MAX_FAILED_STEPS_IN_ROW, EngineThread, Step
 from slipstream.errors import FailedPrecondition, Unavailable
+from tests.engine.core.deferred_model import DeferredModel
 from tests.worker.nodes import WAIT_S, eventually
 
 
@@ -197,4 +198,44 @@ async def test_a_release_does_not_wait_for_the_step_that_computes_the_sequence()
     await thread.call(run("b"))
     await eventually(lambda: any(o.finish for step in listener.steps for o in step.outputs))
     assert not listener.errors
+    await thread.stop()
+
+
+async def test_streams_of_an_engine_that_steps_ahead_are_whole_and_leave_no_page() -> None:
+    """One stream is released while its next row is in flight; the others go on to their ends."""
+    fake = build_fake_engine(feature_width=0, block_tokens=4).model
+    assert isinstance(fake, FakeModel)
+    model = DeferredModel(fake)
+    is_held, may_go_on = threading.Event(), threading.Event()
+
+    def hold_once() -> None:
+        if model.n_followed > 40 and not is_held.is_set():
+            is_held.set()
+            assert may_go_on.wait(WAIT_S)
+
+    model.during_wait = hold_once
+    engine = PagedEngine(model, steps_ahead=True)
+    listener = Listener()
+    thread = EngineThread(lambda: engine, listener)
+    await thread.start()
+    lengths = {"a": 40, "b": 200, "c": 30}
+    await asyncio.gather(*(thread.call(run(seq_id, n)) for seq_id, n in lengths.items()))
+
+    def tokens(seq_id: str) -> list[int]:
+        outputs = (output for step in listener.steps for output in step.outputs)
+        return [token for output in outputs if output.seq_id == seq_id for token in output.tokens]
+
+    await eventually(is_held.is_set)
+    released = thread.release("b")
+    assert not released.done()
+    may_go_on.set()
+    await asyncio.wait_for(released, WAIT_S)
+    await eventually(lambda: [len(tokens("a")), len(tokens("c"))] == [40, 30])
+    await asyncio.gather(thread.release("a"), thread.release("c"))
+    await eventually(lambda: thread.ledger.pages_held == 0)
+    assert model.n_followed > 60
+    assert len(tokens("b")) < 200
+    for seq_id in lengths:
+        wanted = expected_tokens(engine, range(10), spec(seq_id).sampling, n=lengths[seq_id])
+        assert tokens(seq_id) == wanted[: len(tokens(seq_id))]
     await thread.stop()
