@@ -70,6 +70,21 @@ def _dense_tile(
 
 
 @triton.jit
+def _tile(
+    x, source, live, data, scale, expert, row, rows, cols, n_words, GROUP: tl.constexpr,
+    NIBBLES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Rows of an expert's weights times the pairs of an item, of either storage."""
+    if GROUP > 0:
+        acc = _int4_tile(
+            x, source, live, data, scale, expert, row, rows, cols, n_words, BLOCK_T, BLOCK_R, GROUP, NIBBLES
+        )  # fmt: skip
+    else:
+        acc = _dense_tile(x, source, live, data, expert, row, rows, cols, BLOCK_T, BLOCK_R, BLOCK_K)
+    return acc
+
+
+@triton.jit
 def _grouped_program(
     x,
     data,
@@ -108,24 +123,15 @@ def _grouped_program(
             row = (tile % n_row_tiles) * BLOCK_R + tl.arange(0, BLOCK_R)
             inside = row < out_rows
             # The rows of a gate's last tile would run into those of `up`: they are computed and not stored.
-            if GROUP > 0:
-                acc = _int4_tile(
-                    x, source, live, data, scale, expert, row, rows, cols, n_words, BLOCK_T, BLOCK_R, GROUP,
-                    NIBBLES,
-                )  # fmt: skip
-            else:
-                acc = _dense_tile(x, source, live, data, expert, row, rows, cols, BLOCK_T, BLOCK_R, BLOCK_K)
+            acc = _tile(
+                x, source, live, data, scale, expert, row, rows, cols, n_words, GROUP, NIBBLES, BLOCK_T,
+                BLOCK_R, BLOCK_K,
+            )  # fmt: skip
             if IS_GATED:
-                up_row = row + out_rows
-                if GROUP > 0:
-                    up = _int4_tile(
-                        x, source, live, data, scale, expert, up_row, rows, cols, n_words, BLOCK_T, BLOCK_R,
-                        GROUP, NIBBLES,
-                    )  # fmt: skip
-                else:
-                    up = _dense_tile(
-                        x, source, live, data, expert, up_row, rows, cols, BLOCK_T, BLOCK_R, BLOCK_K
-                    )  # fmt: skip
+                up = _tile(
+                    x, source, live, data, scale, expert, row + out_rows, rows, cols, n_words, GROUP,
+                    NIBBLES, BLOCK_T, BLOCK_R, BLOCK_K,
+                )  # fmt: skip
                 acc = acc / (1.0 + tl.exp(-acc)) * up
             if IS_WEIGHTED:
                 acc = acc * tl.load(pair_weight + pair, mask=live, other=0.0)[None, :]
