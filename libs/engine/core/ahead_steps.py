@@ -137,10 +137,10 @@ class AheadLoop:
             self._in_flight = self._launch_next(sequences, drafts, oldest) if may_launch else None
             result = self._wait(oldest)
         except BaseException:
-            self._drop()
+            newest, self._in_flight = self._in_flight, None
+            self._drop(oldest, newest)
             raise
-        finally:
-            self._blocks.release(oldest.pages)
+        self._blocks.release(oldest.pages)
         return self._commit(oldest.planned, result, sequences)
 
     def _launch_next(
@@ -200,13 +200,13 @@ class AheadLoop:
             if sequences.get(part.rows.seq_id) is sequence and sequence.state is SequenceState.DECODING
         ]
 
-    def _drop(self) -> None:
-        """Wait for the step in flight and forget it."""
-        step, self._in_flight = self._in_flight, None
-        if step is not None:
-            with suppress(Exception):
-                step.pending.result()
-            self._blocks.release(step.pages)
+    def _drop(self, *steps: AheadStep | None) -> None:
+        """Release the pages of steps whose results are not wanted, after the device has written to them."""
+        for step in steps:
+            if step is not None:
+                with suppress(Exception):
+                    step.pending.result()
+                self._blocks.release(step.pages)
 
 
 def _candidate(sequence: EngineSequence) -> StepCandidate:

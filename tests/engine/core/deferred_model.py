@@ -48,13 +48,16 @@ class DeferredModel(FakeModel):
         self.n_followed = 0  # rows that took an unknown token
         self.n_rows = 0  # that were sampled
         self.during_wait: Callable[[], None] = lambda: None  # calls of another thread
-        self.fails = False
+        self.fails = ""  # where the next failure is: in the launch, or in the result
 
     def can_launch(self, rows: Sequence[SequenceRows]) -> bool:
         return all(samples_on_device(r) for r in rows)
 
     def launch(self, batch: Batch, rows: Sequence[SequenceRows], sources: Int32Array) -> DeferredStep:
         assert batch.n_rows == len(rows) == len(sources)
+        if self.fails == "launch":
+            self.fails = ""
+            raise RuntimeError("the device failed")
         self.n_launched += 1
         self.n_followed += int((sources >= 0).sum())
         kept = [replace(r, tokens=r.tokens.copy(), pages=list(r.pages)) for r in rows]
@@ -64,8 +67,8 @@ class DeferredModel(FakeModel):
 
     def run_until(self, wanted: _Queued) -> list[int]:
         self.during_wait()
-        if self.fails:
-            self.fails = False
+        if self.fails == "result":
+            self.fails = ""
             self._queue.clear()
             raise RuntimeError("the device failed")
         while wanted.tokens is None:

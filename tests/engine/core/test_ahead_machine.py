@@ -185,16 +185,16 @@ class AheadMachine(RuleBasedStateMachine):
             self.engine.release(seq_id)
 
     @precondition(lambda self: self.engine.has_work())
-    @rule()
-    def failing_step(self) -> None:
+    @rule(where=st.sampled_from(["launch", "result"]))
+    def failing_step(self, where: str) -> None:
         """A failed device changes no sequence: the same rows run again."""
         before = {s.spec.seq_id: s.n_tokens for s in self.engine.sequences()}
-        self.model.fails = True
+        self.model.fails = where
         try:
             self.take(self.engine.step())
         except RuntimeError:
             assert {s.spec.seq_id: s.n_tokens for s in self.engine.sequences()} == before
-        self.model.fails = False
+        self.model.fails = ""
 
     @rule(index=st.integers(0, 20))
     def pin(self, index: int) -> None:
