@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import grpc
 
@@ -13,7 +14,7 @@ from libs.worker.engine.engine_thread import DraftSource
 from libs.worker.process.core import WorkerCore
 from libs.worker.process.engine_app import EngineApp
 from libs.worker.process.identity import head_fingerprint
-from libs.worker.process.settings import load_local_head
+from libs.worker.process.settings import DecodeStepsName, engine_builder, load_local_head
 from services.decode.draft_gate import DraftGate
 from services.decode.draft_state import DraftLimits
 from services.decode.local_speculation import LocalSpeculation
@@ -51,7 +52,9 @@ class DecodeApp(EngineApp):
         return self._speculation
 
     def make_builder(self) -> Callable[[], Engine]:
-        build, local = super().make_builder(), self._speculation
+        decode_steps = cast(DecodeStepsName, self.options.decode_steps)
+        build = engine_builder(self.options, self.progress, decode_steps=decode_steps)
+        local = self._speculation
         if not isinstance(local, LocalSpeculation):
             return build
 

@@ -23,6 +23,12 @@ def check_drafter(text: str) -> None:
 class DecodeSettings(EngineSettings):
     """The settings of a decode worker."""
 
+    decode_steps: str = setting(
+        "on a CUDA device: ahead = the next one begins before the tokens of the last are read; graphs = one "
+        "launch a step; plain = one launch a program",
+        default="ahead",
+        choices=("ahead", "graphs", "plain"),
+    )
     draft_tokens: int = setting("most drafts for each sequence and step; 0 = none", default=8)
     drafts: str = setting(
         "auto: use drafts where they are measured to save time (text is the same either way)",

@@ -90,12 +90,6 @@ class EngineSettings(WorkerSettings):
         default="auto",
         choices=("auto", "float32"),
     )
-    decode_steps: str = setting(
-        "on a CUDA device: ahead = the next one begins before the tokens of the last are read; graphs = one "
-        "launch a step; plain = one launch a program",
-        default="ahead",
-        choices=("ahead", "graphs", "plain"),
-    )
     kv_registration: str = setting(
         "what peers read: staged = copies of pages; direct = the pages, for rdma and device memory: a "
         "process that reaches Mooncake's ports can then change live KV, and so answers, without an error",
@@ -143,7 +137,9 @@ def require_models(options: WorkerSettings, *names: str) -> None:
         raise InvalidArgument(", ".join(missing), "required with --engine torch")
 
 
-def engine_builder(options: EngineSettings, progress: LoadProgress) -> Callable[[], Engine]:
+def engine_builder(
+    options: EngineSettings, progress: LoadProgress, *, decode_steps: DecodeStepsName = "plain"
+) -> Callable[[], Engine]:
     """The builder of the engine, on the thread that will own it, which writes `progress`. Torch is imported
     there, or not at all."""
     if options.engine == "fake":
@@ -155,7 +151,7 @@ def engine_builder(options: EngineSettings, progress: LoadProgress) -> Callable[
 
     def build() -> Engine:
         with unusable_models(options):
-            return _torch(options, model_dir, progress, parallel)
+            return _torch(options, model_dir, progress, parallel, decode_steps)
 
     return build
 
@@ -174,7 +170,11 @@ def load_local_head(options: EngineSettings, engine: Engine) -> DraftHead:
 
 
 def _torch(
-    options: EngineSettings, model_dir: Path, progress: LoadProgress, parallel: ParallelSizes | None
+    options: EngineSettings,
+    model_dir: Path,
+    progress: LoadProgress,
+    parallel: ParallelSizes | None,
+    decode_steps: DecodeStepsName,
 ) -> Engine:
     from libs.engine.core.build import EngineOptions, build_engine
     from libs.engine.kernels.device import free_device_bytes
@@ -205,7 +205,7 @@ def _torch(
             weight_dtype=cast(WeightDtype, options.weight_dtype),
             kv_dtype=cast(WeightDtype, options.kv_dtype),
             compute_dtype=cast(ComputeDtype, options.compute_dtype),
-            decode_steps=cast(DecodeStepsName, options.decode_steps),
+            decode_steps=decode_steps,
             block_tokens=options.block_tokens,
             draft_model_dir=options.draft_model,
             max_batch=options.max_batch,
