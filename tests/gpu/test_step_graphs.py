@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
+from libs.engine.core.build import DecodeStepsName, EngineOptions, build_engine
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.torch_model import TorchModel
 from libs.engine.graphs.step_graphs import MAX_GRAPH_BYTES, CudaGraphs, PlainSteps, StepGraphs
@@ -162,25 +165,33 @@ def streams(engine: PagedEngine, params: Sequence[SamplingParams]) -> dict[str, 
     return tokens
 
 
-def test_steps_ahead_give_the_streams_of_steps_that_are_read(cuda: str, tmp_path: Path) -> None:
+def test_an_engine_gives_the_same_streams_with_all_three_kinds_of_steps(cuda: str, tmp_path: Path) -> None:
     """In fp32, where a product of other rows changes no choice."""
     write_random_checkpoint(tmp_path, RandomCheckpoint(BENCH_CONFIG, quantization="int4"))
-    options = RunnerOptions(n_pages=200, device=cuda, compute_dtype="float32", kv_dtype="float32")
-    runner = ModelRunner.load(tmp_path, options)
     stops = tuple(range(0, 4096, 16))
     params = [
-        SamplingParams(
-            temperature=kind.temperature,
-            top_p=kind.top_p,
-            top_k=kind.top_k,
+        replace(
+            kind,
             seed=kind.seed + index,
             max_tokens=20 + index,
             stop_token_ids=stops if index % 2 else (),
         )
         for index, kind in enumerate((*KINDS, *KINDS))
     ]
-    plain = streams(PagedEngine(make_model(runner, None)), params)
-    graphs = CudaGraphs(runner.cache.pages.device)
-    ahead = streams(PagedEngine(make_model(runner, graphs), steps_ahead=True), params)
-    assert graphs.n_graphs > 0
-    assert ahead == plain
+    found: dict[str, dict[str, list[int]]] = {}
+    for name in get_args(DecodeStepsName):
+        options = EngineOptions(
+            n_pages=200,
+            device=cuda,
+            compute_dtype="float32",
+            kv_dtype="float32",
+            max_batch=MAX_BATCH,
+            decode_steps=name,
+        )
+        engine = build_engine(tmp_path, options)
+        assert isinstance(engine.model, TorchModel)
+        assert (engine.model._decode_steps is None) == (name == "plain")
+        assert (engine._ahead is None) == (name != "ahead")
+        found[name] = streams(engine, params)
+    assert found["graphs"] == found["plain"]
+    assert found["ahead"] == found["plain"]
