@@ -34,7 +34,7 @@ from libs.engine.step.stop_flag import StopFlag
 from libs.engine.step.types import SamplingParams
 
 _MOST_REPEATS = 10
-_CHAIN = 16  # steps that follow one another, the last of which is read without another behind it
+_CHAIN, _SHORT_CHAIN = 16, 2  # steps that follow one another; the last is read without another behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +123,18 @@ class StepSubject:
         """The time of a step in a chain of them, each of which takes the tokens that the last one chose."""
         batch, rows = self._batch(step)
         model, sources = self._graph_model, np.arange(step.batch, dtype=np.int32)
+        n_steps = _SHORT_CHAIN if self._bench.is_miniature else _CHAIN
 
         def run() -> None:
             launched = model.launch(batch, rows, np.full_like(sources, -1))
-            for _ in range(_CHAIN - 1):
+            for _ in range(n_steps - 1):
                 following = model.launch(batch, rows, sources)
                 launched.result()
                 launched = following
             launched.result()
 
         run()
-        taken_us = wall_us(run, self._bench.device, min(self._bench.repeats, _MOST_REPEATS)) / _CHAIN
+        taken_us = wall_us(run, self._bench.device, min(self._bench.repeats, _MOST_REPEATS)) / n_steps
         return self._figure(step, taken_us) | self._ratio(step, taken_us)
 
     def _ratio(self, step: StepShape, taken_us: float) -> Figure:
