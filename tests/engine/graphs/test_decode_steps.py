@@ -66,19 +66,23 @@ def poison(runner: ModelRunner, batch: Batch, *, seed: int) -> torch.Tensor:
 
 CASES = [
     ([1], [1]),
-    ([1], [100]),
     ([1] * 3, [17, 1, 64]),
+    ([2, 1, 3], [40, 7, 100]),  # drafts of different lengths
+    ([1], [600]),  # several splits
+]
+MORE_CASES = [
+    ([1], [100]),
     ([1] * 5, [100, 3, 50, 16, 33]),
     ([1] * 7, [9, 99, 31, 70, 2, 16, 48]),
-    ([2, 1, 3], [40, 7, 100]),  # drafts of different lengths
     ([4, 1, 1], [99, 64, 65]),
-    ([1], [600]),  # several splits
     ([1] * 3, [5, 640, 300]),
     ([2, 1, 4], [400, 257, 6]),
 ]
 
 
-@pytest.mark.parametrize(("rows", "contexts"), CASES)
+@pytest.mark.parametrize(
+    ("rows", "contexts"), [*CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in MORE_CASES)]
+)
 def test_a_padded_step_has_the_bits_of_the_step_without_padding(
     runner: ModelRunner, steps: DecodeSteps, rows: list[int], contexts: list[int]
 ) -> None:
