@@ -350,6 +350,7 @@ class RouterServer:
             requests_waiting=gate.waiting,
             requests_waiting_decode=wanted.decode_requests,
             requests_allowed=self._options.max_requests,
+            requests_admitted=gate.admitted,
             prefill_tokens_in_flight=wanted.prefill_tokens,
             draining=self.manager.draining,
             busy_share=self.loop_delay.busy_share(),

@@ -184,6 +184,11 @@ class AdmissionGate:
         return self.controller.wanted(self.capacity(), self.now_ms())
 
     @property
+    def admitted(self) -> int:
+        """Live requests that take a place of `max_running`, also those without a worker yet."""
+        return self.controller.above(Priority.JOB)[0]
+
+    @property
     def running(self) -> int:
         """The admitted requests, without those that wait for a worker to be there."""
         return max(self.controller.running - self._unplaced(), 0)

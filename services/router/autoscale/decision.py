@@ -136,8 +136,8 @@ def _decode(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
 def _steps(reports: Reports, aims: Aims) -> Signal:
     """Its value wants at most one worker for each STEP_SEQUENCES sequences.
 
-    Without that bound a fleet whose shortest step exceeds the aim would grow for ever. Below the bound the
-    wish does not fall to nothing, so that no fleet shrinks and grows in turns.
+    Without that bound a fleet whose shortest step exceeds the aim would grow without end. Below the bound the
+    value stays above 0, so that no fleet shrinks and grows in turns.
     """
     mean_ms = _mean([report.decode_step_ms if report.requests_running else 0.0 for report in reports])
     sequences = _mean([report.requests_running for report in reports])
@@ -164,8 +164,8 @@ def _router(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
     share = _mean([report.busy_share for report in reports])
     busy = Signal("loop_busy_share", share, aims.loop_busy_share, "", "of the time busy")
     known = [report for report in reports if report.requests_allowed]
-    share = _mean([report.requests_running / report.requests_allowed for report in known])
-    meaning = "of the requests run that a router may run at once"
+    share = _mean([report.requests_admitted / report.requests_allowed for report in known])
+    meaning = "of the requests admitted that a router may run at once"
     signals = [busy, Signal("requests_share", share, aims.requests_share, "", meaning)]
     if busy.value < IDLE_SHARE:
         return signals

@@ -39,6 +39,7 @@ def _report(random: Random) -> worker_pb2.LoadReport:
         requests_waiting=random.choice([0, 1, 100]),
         requests_waiting_decode=random.choice([0, 1, 100]),
         requests_allowed=random.choice([0, 4, 256]),
+        requests_admitted=random.choice([0, 4, 100]),
         prefill_tokens_in_flight=random.choice([0, random.randint(0, 10**7)]),
         requests_unplaced=random.choice([0, 0, 3]),
         **{name: random.choice([0, random.randint(0, 100)]) for name in JOBS},

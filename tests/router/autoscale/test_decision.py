@@ -143,7 +143,10 @@ OVERLOADS: dict[str, tuple[Role, list[WorkerLoad]]] = {
     ),
     "loop_busy_share": (Role.ROUTER, [worker(Role.ROUTER, busy_share=0.95)]),
     "loop_delay_ms": (Role.ROUTER, [worker(Role.ROUTER, busy_share=BUSY, event_loop_delay_ms=30.0)]),
-    "requests_share": (Role.ROUTER, [worker(Role.ROUTER, requests_running=4, requests_allowed=4)]),
+    "requests_share": (
+        Role.ROUTER,
+        [worker(Role.ROUTER, requests_running=4, requests_admitted=4, requests_allowed=4)],
+    ),
     "evicted_wanted_mib_per_s": (
         Role.KVSTORE,
         [worker(Role.KVSTORE, evicted_wanted_bytes_per_s=100.0 * MIB)],
@@ -188,17 +191,21 @@ def test_waits_for_places_of_decode_count_at_its_workers() -> None:
 @given(FLEETS, st.integers(0, 10_000))
 def test_waits_for_a_routers_own_limit_want_no_workers(fleet: list[WorkerLoad], n: int) -> None:
     """Such a router reports its queue, and neither tokens nor requests that workers could take."""
-    full = worker(Role.ROUTER, 9, requests_running=4, requests_allowed=4)
-    queued = worker(Role.ROUTER, 9, requests_running=4, requests_allowed=4, requests_waiting=n)
+    full = worker(Role.ROUTER, 9, requests_running=4, requests_admitted=4, requests_allowed=4)
+    queued = worker(
+        Role.ROUTER, 9, requests_running=4, requests_admitted=4, requests_allowed=4, requests_waiting=n
+    )
     for role in (Role.PREFILL, Role.DECODE):
         assert recommend([*fleet, queued], role, POLICY) == recommend([*fleet, full], role, POLICY)
 
 
 def test_a_router_at_its_limit_wants_another_one_and_says_why() -> None:
-    limited = worker(Role.ROUTER, requests_running=4, requests_allowed=4, requests_waiting=26)
+    limited = worker(
+        Role.ROUTER, requests_running=4, requests_admitted=4, requests_allowed=4, requests_waiting=26
+    )
     fleet = [limited, worker(Role.PREFILL), worker(Role.DECODE, requests_running=4)]
     found = recommend(fleet, Role.ROUTER, POLICY)
-    assert found.reason == "1 of the requests run that a router may run at once, aim 0.8"
+    assert found.reason == "1 of the requests admitted that a router may run at once, aim 0.8"
     assert [each.wanted for each in recommend_all(fleet, POLICY)][:3] == [2, 1, 1]
 
 

@@ -27,7 +27,9 @@ def test_routers_become_enough_for_their_requests_and_stay(least: int, requests:
     for period in range(70):
         shares = [min((requests + number) // n, allowed) for number in range(n)]
         fleet = [
-            worker(Role.ROUTER, number, requests_running=share, requests_allowed=allowed)
+            worker(
+                Role.ROUTER, number, requests_running=share, requests_admitted=share, requests_allowed=allowed
+            )
             for number, share in enumerate(shares)
         ]
         total = recommend(fleet, Role.ROUTER, POLICY).bounded_load
