@@ -26,8 +26,8 @@ class DecodeSettings(EngineSettings):
     decode_steps: str = setting(
         "on a CUDA device: ahead = the next one begins before the tokens of the last are read; graphs = one "
         "launch a step; plain = one launch a program",
-        default="ahead",
-        choices=("ahead", "graphs", "plain"),
+        default="plain",
+        choices=("plain", "graphs", "ahead"),
     )
     draft_tokens: int = setting("most drafts for each sequence and step; 0 = none", default=8)
     drafts: str = setting(

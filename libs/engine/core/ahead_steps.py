@@ -204,7 +204,7 @@ class AheadLoop:
         """Release the pages of steps whose results are not wanted, after the device has written to them."""
         for step in steps:
             if step is not None:
-                with suppress(Exception):
+                with suppress(Exception), self._running(step.planned, None):
                     step.pending.result()
                 self._blocks.release(step.pages)
 

@@ -82,7 +82,7 @@ class EngineOptions:
     packed_dir: Path | None = None
     least_step_s: float = 0.0
     parallel: ParallelSizes | None = None
-    decode_steps: DecodeStepsName = "ahead"
+    decode_steps: DecodeStepsName = "plain"
 
 
 def build_engine(model_dir: Path, options: EngineOptions | None = None) -> PagedEngine:

@@ -62,10 +62,13 @@ class CudaGraphs:
         if self.held_bytes >= self._max_bytes:
             log.warning("no CUDA graph of %s: graphs hold %d bytes already", name, self.held_bytes)
             return PlainStep(step)
-        self._warm_up(step)
-        free_bytes = torch.cuda.mem_get_info(self._device)[0]
+        current: Any = torch.cuda.current_stream(self._device)
         graph: Any = torch.cuda.CUDAGraph()
         try:
+            self._warm_up(step, current)
+            # A capture begins so. What the warm runs left would hide what the graph takes.
+            torch.cuda.empty_cache()
+            free_bytes = torch.cuda.mem_get_info(self._device)[0]
             # Other threads copy pages meanwhile: their calls must not end the capture.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
@@ -73,6 +76,7 @@ class CudaGraphs:
                 step()
         except RuntimeError as error:
             log.warning("no CUDA graph of %s, its programs are launched one by one: %s", name, error)
+            torch.cuda.set_stream(current)  # a capture that fails at its end leaves its stream in use
             # The allocator takes the pool of a failed capture as in use.
             self._pool = torch.cuda.graph_pool_handle()
             return PlainStep(step)
@@ -81,8 +85,7 @@ class CudaGraphs:
         captured: StepGraph = graph
         return captured
 
-    def _warm_up(self, step: Callable[[], None]) -> None:
-        current: Any = torch.cuda.current_stream(self._device)
+    def _warm_up(self, step: Callable[[], None], current: Any) -> None:
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_RUNS):

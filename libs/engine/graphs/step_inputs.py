@@ -89,7 +89,7 @@ class StepInputs:
         offset, _, (_, n_sequences) = self._places["page_table"]
         n_blocks = int((-(-plan.context_len // plan.cache.shape.block_tokens)).max())
         n_bytes = offset + n_blocks * n_sequences * 4
-        # Memory of its own for each copy: the device may not have read that of the step before.
+        # New memory for each copy: the device may not have read that of the step before.
         host = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=self._memory.is_cuda)
         fields = self._arrays(host, n_blocks)
         _fill_plan(fields, batch, plan, self._n_splits)

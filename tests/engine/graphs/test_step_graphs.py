@@ -12,7 +12,7 @@ import torch
 from libs.engine.graphs.step_graphs import CudaGraphs
 
 DEVICE = torch.device("cuda", 0)
-GRAPH_BYTES = 100
+GRAPH_BYTES, LEFT_BYTES = 100, 300
 
 
 class RecordedStream:
@@ -37,6 +37,9 @@ class RecordedCuda:
     def __init__(self) -> None:
         self.free_bytes = 1000
         self.is_capturing = False
+        self.left_bytes = 0  # of warm runs, until the allocator gives them back
+        self.current = RecordedStream(DEVICE)
+        self.streams: list[object] = []
         self.pools: list[object] = []
         self.spoiled: list[object] = []
 
@@ -48,6 +51,7 @@ class RecordedCuda:
     def graph(self, graph: Any, *, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
         assert pool not in self.spoiled
         assert capture_error_mode == "thread_local"
+        self.empty_cache()
         self.is_capturing = True
         try:
             yield
@@ -61,16 +65,24 @@ class RecordedCuda:
     @contextmanager
     def stream(self, stream: object) -> Iterator[None]:
         yield
+        self.free_bytes -= LEFT_BYTES
+        self.left_bytes += LEFT_BYTES
+
+    def empty_cache(self) -> None:
+        self.free_bytes, self.left_bytes = self.free_bytes + self.left_bytes, 0
+
+    def set_stream(self, stream: object) -> None:
+        self.streams.append(stream)
 
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
     cuda = RecordedCuda()
-    for name in ("graph_pool_handle", "graph", "stream"):
+    for name in ("graph_pool_handle", "graph", "stream", "empty_cache", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     monkeypatch.setattr(torch.cuda, "Stream", RecordedStream)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
-    monkeypatch.setattr(torch.cuda, "current_stream", RecordedStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: cuda.current)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (cuda.free_bytes, 0))
     return cuda
@@ -115,5 +127,15 @@ def test_a_step_that_cannot_be_captured_is_called_and_the_next_one_is_captured(
     graph.replay()
     assert n_calls == before + 1
     assert graphs.n_graphs == 0
+    assert recorded.streams == [recorded.current], "steps go on where they ran"
     assert isinstance(graphs.capture("another", lambda: None), RecordedGraph)
     assert graphs.n_graphs == 1
+
+
+def test_a_step_without_memory_to_warm_up_is_called(recorded: RecordedCuda) -> None:
+    def fails() -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    graphs = CudaGraphs(DEVICE)
+    assert not isinstance(graphs.capture("a large step", fails), RecordedGraph)
+    assert graphs.n_graphs == 0
