@@ -38,6 +38,7 @@ class WorkerStatuses:
         self._asking: asyncio.Task[None] | None = None
         self._room = asyncio.Semaphore(_AT_ONCE)
         self._channels: dict[str, grpc.aio.Channel] = {}  # by endpoint
+        self._unreachable: set[str] = set()  # names that did not answer in this round
 
     async def close(self) -> None:
         """End all calls."""
@@ -92,7 +93,8 @@ class WorkerStatuses:
             except grpc.aio.AioRpcError as error:
                 log.debug("%s: %s", worker.instance, error.details())
                 self._answers.pop(_run_of(worker), None)
-                await self._dial_again(worker.endpoint)
+                if error.code() is grpc.StatusCode.UNAVAILABLE and is_name(worker.endpoint):
+                    self._unreachable.add(worker.endpoint)
                 return
         if answer.incarnation == worker.incarnation:
             self._answers[_run_of(worker)] = answer
@@ -103,13 +105,15 @@ class WorkerStatuses:
             channel = self._channels[endpoint] = self._dial(endpoint)
         return channel
 
-    async def _dial_again(self, endpoint: str) -> None:
-        """Dial a failing name again with the next question: gRPC's pauses for names grow to two minutes."""
-        if is_name(endpoint) and (channel := self._channels.pop(endpoint, None)) is not None:
-            await channel.close()
-
     async def _close_unused(self, used: set[str]) -> None:
-        for endpoint in [endpoint for endpoint in self._channels if endpoint not in used]:
+        """Close channels that no worker has, and those of names that did not answer.
+
+        The next question dials such a name again, because gRPC's pauses for names grow to two minutes. No
+        call is under way here: the end of its channel would cancel it.
+        """
+        closing = [endpoint for endpoint in self._channels if endpoint not in used - self._unreachable]
+        self._unreachable.clear()
+        for endpoint in closing:
             await self._channels.pop(endpoint).close()
 
 

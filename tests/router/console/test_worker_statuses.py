@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from typing import Any, cast
 
 import grpc
@@ -61,6 +63,38 @@ async def test_a_named_worker_that_failed_is_dialled_again_and_one_that_answered
                 answer = statuses.status(NAMED)
                 assert answer is not None and answer.instance == NAMED.instance
                 assert names.n_dialled == 2
+        finally:
+            await statuses.close()
+            await server.stop(0)
+
+
+async def test_workers_of_one_name_do_not_end_each_others_questions() -> None:
+    """A node that starts again under another instance has the name of a record that is still there."""
+    refuses = asyncio.Event()
+
+    class Refusing(_Worker):
+        async def GetStatus(self, request: Any, context: Any) -> Any:
+            if not refuses.is_set():
+                refuses.set()
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "busy")
+            await asyncio.sleep(0.2)
+            return await super().GetStatus(request, context)
+
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(partial_servicer(Refusing), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    names = _Names({NAMED.endpoint: f"127.0.0.1:{port}"})
+    discovery = InMemoryDiscovery()
+    discovery.announce(NAMED)
+    discovery.announce(replace(NAMED, instance="kvstore-1"))
+    async with Fleet(discovery) as fleet:
+        await fleet.wait_snapshot()
+        statuses = WorkerStatuses(fleet, dial=cast(Dial, names), clock=lambda: 0.0)
+        try:
+            await statuses.refresh()
+            found = [statuses.status(worker) for worker in fleet.current.with_role(Role.KVSTORE)]
+            assert sum(answer is not None for answer in found) == 1
         finally:
             await statuses.close()
             await server.stop(0)
