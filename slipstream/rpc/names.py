@@ -73,10 +73,12 @@ async def wait_resolved(
 async def once_resolved(endpoint: str, dial: Callable[[], Awaitable[Dialled]], *, what: str) -> Dialled:
     """What `dial` returns. Where the name of HOST:PORT does not resolve, wait for it and dial once more.
 
-    The caller bounds the wait.
+    The caller bounds the wait. Raises OSError for what is no host name.
     """
     try:
         return await dial()
+    except UnicodeError:  # an empty label, or one of more than 63 characters
+        raise OSError(errno.EINVAL, f"{endpoint} has no host name") from None
     except socket.gaierror:
         await wait_resolved(endpoint, what=what)
         return await dial()

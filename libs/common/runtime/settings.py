@@ -74,10 +74,15 @@ def check_address(text: str) -> None:
 
 def check_advertised(text: str) -> None:
     """A `check` of settings that hold the HOST:PORT that others dial, or nothing. Raises ValueError."""
-    if text:
-        address_of(text)
-        if is_wildcard(text):
-            raise ValueError(f"must be HOST:PORT that others can dial, not {text!r}: it is no single machine")
+    if not text:
+        return
+    host, _ = address_of(text)
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        raise ValueError(f"must be HOST:PORT, not {text!r}: no name has such a part between dots") from None
+    if is_wildcard(text):
+        raise ValueError(f"must be HOST:PORT that others can dial, not {text!r}: it is no single machine")
 
 
 def check_peers(text: str) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from libs.common.transport import mooncake
 from libs.common.transport import open as opening
-from libs.common.transport.base import ReadOp, TransferRefused, TransferTimeout
+from libs.common.transport.base import PeerGone, ReadOp, TransferRefused, TransferTimeout
 from libs.common.transport.incarnation_probe import IncarnationProbe, ProbeAddress, greet
 from libs.common.transport.mooncake_read import split_reads
 from libs.common.transport.open import open_transport
@@ -195,6 +195,19 @@ async def test_one_greeting_asks_for_a_name_until_it_resolves(monkeypatch: pytes
         assert names.n_asked
     finally:
         probe.close()
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+async def test_a_peer_whose_host_is_no_name_is_gone(host: str) -> None:
+    reader = SocketTransport()
+    here = reader.register(bytearray(8))
+    try:
+        with pytest.raises(PeerGone, match="no host name"):
+            await reader.read(f"{host}:7/{'00' * 16}", [ReadOp(here.address, 0, 8)], timeout_s=60)
+        with pytest.raises(PeerGone, match="no host name"):
+            await greet(ProbeAddress(host, 7, b"nonce"))
+    finally:
+        await reader.close()
 
 
 async def test_a_port_in_use_is_named() -> None:
