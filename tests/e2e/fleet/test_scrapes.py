@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import urllib.request
 
 import pytest
@@ -55,7 +56,7 @@ def _nothing_is_held_afterwards() -> None:
 @pytest.mark.parametrize("expression", [*panel_queries(), *rule_queries()])
 def test_our_queries_read_series_that_real_processes_have(series: Series, expression: str) -> None:
     evaluate(expression, series, END_S)
-    missing = {each.name for each in unanswered(expression.replace(" offset 6h", ""), series, END_S)}
+    missing = {each.name for each in unanswered(re.sub(r" offset \dh", "", expression), series, END_S)}
     assert {name for name in missing if not name.startswith(RECORDED)} <= LATER
 
 
