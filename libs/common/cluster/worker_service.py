@@ -72,7 +72,8 @@ def held(ledger: worker_pb2.Ledger) -> int:
 
 
 class WorkerProcess(ABC):
-    """What a process reports and does. The methods run on the event loop, do not block and do not raise.
+    """What a process reports and does. The methods run on the event loop and do not block. Only
+    `exit` raises.
 
     Without an override a process reports no counters and no policies, a drain changes nothing in it, and no
     call can end it.
@@ -95,7 +96,7 @@ class WorkerProcess(ABC):
         return {}
 
     async def drain(self) -> None:
-        """Stop to be found for new work. Runs once until `undrain`."""
+        """Stop being found for new work. Runs once until `undrain`."""
         return
 
     async def undrain(self) -> None:

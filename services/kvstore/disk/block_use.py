@@ -44,7 +44,7 @@ class BlockUse:
         self._links = ChainLinks(columns)
         self._evictors: dict[int, Evictor] = {}  # by slot size
         self._tenant_evictors: dict[int, Evictor] = {}
-        # Told of each block whose predecessor in its chain, told too, goes from this disk.
+        # Called with each block of a chain behind one that goes from this disk, and with the one before it.
         self.on_cut: Callable[[bytes, bytes], None] = lambda key, before: None
 
     @property

@@ -110,7 +110,7 @@ class Evictor:
         self._inner = False  # the ends of all chains are held; what is before them may go
 
     def next(self, policy: DiskPolicy, now: int) -> int:
-        """The row that goes next, -1 when none may. The caller drops it, then tells `freed`."""
+        """The row that goes next, -1 when none may. The caller drops it, then calls `freed`."""
         if self._changes != policy.changes:
             self._heap.clear()  # values of another policy
         for _ in range(2):

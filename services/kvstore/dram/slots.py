@@ -300,7 +300,7 @@ class SlotTable(Generic[ValueT]):
             return
         if self._evict(slot_bytes):
             return
-        candidates = [number for number, slab in enumerate(self._slabs) if self._may_be_cut_anew(slab)]
+        candidates = [number for number, slab in enumerate(self._slabs) if self._may_be_cut_again(slab)]
         if candidates:
             chosen = min(candidates, key=lambda number: self._slabs[number].taken)
             doomed = [self._blocks[key] for key in self._slabs[chosen].blocks]
@@ -344,7 +344,7 @@ class SlotTable(Generic[ValueT]):
 
         return quota.make_room(tenant, slot_bytes, evict_one)
 
-    def _may_be_cut_anew(self, slab: _MemorySlab) -> bool:
+    def _may_be_cut_again(self, slab: _MemorySlab) -> bool:
         return slab.taken == len(slab.blocks) and not any(self._blocks[key].holds for key in slab.blocks)
 
     def _cut(self, number: int, slot_bytes: int) -> None:

@@ -4,7 +4,7 @@ Several well-known policies run as simulated caches beside each other, and hits 
 (docs/adr/0010-choose-eviction-policy-by-shadow-caches.md). A block is worth the weights of the caches that
 hold it; the tier evicts what is worth least. Above SIMULATED_BLOCKS they see a sample by hash at a capacity
 that is as much smaller (miniature simulation: Waldspurger, Saemundsson, Ahmad and Park, USENIX ATC 2017), and
-the tier follows one cache of its own, of the leader's policy.
+the tier follows one cache beside them, of the leader's policy.
 
     want      a request wanted a chain            -> the simulated caches serve it and are weighed
     offer     blocks are there to be stored       -> those that are worth what must go for them
@@ -39,7 +39,7 @@ POLICY_NAMES = ("LRU", "ARC", "S3-FIFO", "hit density")
 # Their weights while their hits are equal. Hit density outweighs the others together: a change to it costs
 # most, because it keeps old blocks. LRU is next: the others seldom lead it by much where it leads them.
 START_WEIGHTS = (3.0, 1.0, 1.0, 5.5)
-# Where the simulated caches see a sample, the tier follows one cache of its own.
+# Where the simulated caches see a sample, the tier follows one more cache.
 _ONE_CACHE = (1.0, *([0.0] * (N_POLICIES - 1)))
 # The weight of one eviction in the mean age at which blocks of a kind leave.
 _LIFETIME_WEIGHT = 1 / 64

@@ -353,7 +353,7 @@ class DiskTable:
             self._cut_free(self._uncut.pop(), slot_bytes, generation)
         elif not self.use.evict(slot_bytes, self._evict):
             emptiest = min(
-                (number for number, slab in enumerate(self.slabs) if self._may_be_cut_anew(number, slab)),
+                (number for number, slab in enumerate(self.slabs) if self._may_be_cut_again(number, slab)),
                 key=lambda number: self.slabs[number].published,
                 default=None,
             )
@@ -364,7 +364,7 @@ class DiskTable:
                     self._uncut.remove(emptiest)
                     self._cut_free(emptiest, slot_bytes, generation)
 
-    def _may_be_cut_anew(self, number: int, slab: Slab) -> bool:
+    def _may_be_cut_again(self, number: int, slab: Slab) -> bool:
         first, end = slab.first_row, slab.first_row + slab.n_slots
         return (
             slab.slot_bytes > 0

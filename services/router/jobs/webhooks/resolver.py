@@ -1,4 +1,4 @@
-"""The names of webhooks' hosts -> addresses that are allowed, in threads of their own."""
+"""The names of webhooks' hosts -> addresses that are allowed, in separate threads."""
 
 from __future__ import annotations
 
