@@ -241,7 +241,7 @@ def _of_one_process(config: ClusterConfig, role: Role, instance: str, http: str 
 def _absent_tiers(config: ClusterConfig) -> str | None:
     """Limits of autoscaling by which no tier is recommended that this cluster does without."""
     counts = config.counts()
-    absent = [f"{role}=0:0" for role in (Role.DRAFTER, Role.KVSTORE) if not counts[role]]
+    absent = [f"{role}=0:0" for role in (Role.PREFILL, Role.DRAFTER, Role.KVSTORE) if not counts[role]]
     return ",".join(absent) if absent and config.etcd is None else None
 
 

@@ -27,6 +27,7 @@ from libs.common.rpc.single_request import read_request
 from libs.common.runtime.readiness import membership_figures
 from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.process_metrics import ProcessMetrics
+from libs.common.telemetry.recent_rate import WINDOW_S
 from services.router.admission.grpc_connections import GrpcConnections
 from services.router.admission.keyless_connections import end_keyless
 from services.router.admission.tenant_shares import ReceiveSlots, TextShares, sent_shares
@@ -268,6 +269,7 @@ class RouterServer:
         self._tasks.append(asyncio.create_task(self._membership.follow_readiness(), name="readiness"))
         self._tasks.append(asyncio.create_task(self._follow_keys(), name="revoked-keys"))
         self._tasks.append(asyncio.create_task(self._end_keyless(), name="keyless-connections"))
+        self._tasks.append(asyncio.create_task(self._sample_rates(), name="rates"))
         self.jobs.start()
         self._membership.join()
         log.info("gRPC on %s, HTTP on %s", self.host.endpoint, self.http_endpoint)
@@ -290,6 +292,12 @@ class RouterServer:
         self.loop_delay.close()
         await asyncio.gather(self.host.stop(grace_s=1.0), self.admin.stop(grace_s=1.0))
         await self.pipeline.close()
+
+    async def _sample_rates(self) -> None:
+        """Let the rates of a report be those of the last seconds, however long ago the last reader asked."""
+        while True:
+            self.load()
+            await asyncio.sleep(WINDOW_S / 2)
 
     async def _read_request(self, method: str, context: Context) -> Any:
         """The message of an accepted call, within its tenant's shares of connections and messages."""

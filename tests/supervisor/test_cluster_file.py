@@ -286,6 +286,8 @@ def test_a_tier_that_the_cluster_does_without_is_not_recommended(started: list[C
     assert settings_of(started[-1])["router-0"].autoscale_limits == "drafter=0:0"
     assert CliRunner().invoke(app, ["up", "--drafter", "1"]).exit_code == 0
     assert settings_of(started[-1])["router-0"].autoscale_limits == ""
+    assert CliRunner().invoke(app, ["up", "--prefill", "0", "--drafter", "1"]).exit_code == 0
+    assert settings_of(started[-1])["router-0"].autoscale_limits == "prefill=0:0"
 
 
 def test_the_file_names_its_path_in_errors(tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ def check_advertised(text: str) -> None:
         return
     host, _ = address_of(text)
     try:
+        if "/" in host:  # of a URL
+            raise UnicodeError
         host.encode("idna")
     except UnicodeError:
         raise ValueError(f"must be HOST:PORT, not {text!r}: no name has such a part between dots") from None

@@ -385,6 +385,14 @@ def test_every_advertised_address_is_one_that_others_can_dial(service: type[Any]
     assert all(row.described.check is check_advertised for row in named)
     for text in ("", "decode-0.workers:0", "10.0.0.7:7000", "[fd00::7]:0"):
         check_advertised(text)
-    for text in ("0.0.0.0:7000", "[::]:0", "decode-0.workers", "host:port", "a..b:7000", f"{'x' * 64}:0"):
+    for text in (
+        "0.0.0.0:7000",
+        "[::]:0",
+        "decode-0.workers",
+        "host:port",
+        "a..b:7000",
+        "http://a:1",
+        f"{'x' * 64}:0",
+    ):
         with pytest.raises(ValueError, match="must be HOST:PORT"):
             check_advertised(text)
