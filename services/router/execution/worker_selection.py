@@ -50,6 +50,11 @@ async def select_workers(state: RequestState) -> Assignment:
                 raise no_room from None
             if clock() >= give_up_s:
                 raise (no_room or unavailable) from None
+        prefills = {key for key in avoid if key.startswith(f"{Role.PREFILL}/")}
+        if prefills and prefills != avoid:
+            # A decode worker may only have failed to read their KV, and it computes prompts too.
+            avoid &= prefills
+            continue
         avoid.clear()  # a failed worker may have recovered
         with fleet.unplaced.waiting(), contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_RETRY_PAUSE_S):

@@ -235,6 +235,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
         self.refuse: errors.SlipstreamError | None = None
         self.prompt_start = decode_pb2.PromptStart()  # of prompts that come without a ticket
         self.fail_after_tokens: int | None = None  # tokens of a sequence before it fails
+        self.reads_no_kv = False  # no KV of any prefill worker
         self.break_after_tokens: int | None = None  # tokens of a sequence before the stream breaks
         self.gate = asyncio.Event()  # while cleared, only the first frame is sent
         self.gate.set()
@@ -273,6 +274,10 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
         name = f"{start.attempt.request_id}#{start.attempt.attempt}"
         if self.refuse is not None:
             out.put_nowait([_ended(start, failure=to_failure(self.refuse))])
+            return
+        if self.reads_no_kv and start.ticket:
+            unread = errors.Unavailable("the peer does not answer")
+            out.put_nowait([_ended(start, failure=to_failure(unread))])
             return
         try:
             prompt, _ = self.take(start)

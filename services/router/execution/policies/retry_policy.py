@@ -44,7 +44,8 @@ class RetryPolicy:
         self.error = error
         if new_tokens:
             self._fruitless = 0
-            self.avoid.clear()
+            if not other:  # else the token is that of a prefill worker whose KV nothing read
+                self.avoid.clear()
         elif not isinstance(error, errors.Draining):
             self._fruitless += 1
         is_final = not isinstance(error, _RETRYABLE) or isinstance(error, errors.Quarantined)

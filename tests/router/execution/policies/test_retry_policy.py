@@ -32,6 +32,8 @@ def test_both_workers_of_a_failed_transfer_are_avoided_even_after_a_token() -> N
     policy = RetryPolicy()
     policy.failed(GONE, "decode", "prefill", new_tokens=1)
     assert policy.avoid == {"decode", "prefill"}
+    policy.failed(GONE, "decode", "prefill2", new_tokens=1)
+    assert policy.avoid == {"decode", "prefill", "prefill2"}
     policy.failed(GONE, "decode2", new_tokens=1)
     assert policy.avoid == {"decode2"}
 
