@@ -17,7 +17,7 @@ from slipstream.cli.fleet.fleet_client import FleetClient, fleet_dict, key_of
 from slipstream.cli.port_error import port_error
 from slipstream.cli.tables import figures_table, print_table
 from slipstream.enum_names import role_name, transport_name
-from slipstream.errors import SlipstreamError, Unavailable
+from slipstream.errors import DeadlineExceeded, SlipstreamError, Unavailable
 from slipstream.rpc.dial import OpenChannel
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
@@ -94,7 +94,8 @@ async def show_fleet(client: FleetClient, *, as_json: bool) -> None:
 async def show_process(client: FleetClient, name: str, *, as_json: bool) -> None:
     """Print what one process of the fleet runs and holds, by way of the router: an API key opens that.
 
-    Raises NotFound, InvalidArgument for a name that several tiers have, and what the process answers.
+    Raises NotFound, InvalidArgument for a name that several tiers have, Unavailable for a process that does
+    not answer, and what the process answers.
     """
     process = await client.find(name)
     async with client.process_dial()(key_of(process)) as channel:
@@ -102,7 +103,13 @@ async def show_process(client: FleetClient, name: str, *, as_json: bool) -> None
         try:
             answer = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=ROUTED_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            raise port_error(error) from None
+            failure = port_error(error)
+            if isinstance(failure, Unavailable | DeadlineExceeded):
+                raise Unavailable(
+                    f"{process.instance} at {process.endpoint} does not answer; `status` without a name has "
+                    "its last load report"
+                ) from None
+            raise failure from None
     status = status_dict(answer)
     add_room(status, process.load.blocks_free)
     if as_json:

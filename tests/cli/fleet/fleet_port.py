@@ -14,6 +14,7 @@ from slipstream.enum_names import role_value
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2
 
 READY, DRAINING = fleet_pb2.PROCESS_STATE_READY, fleet_pb2.PROCESS_STATE_DRAINING
+SILENT = fleet_pb2.PROCESS_STATE_SILENT
 WAIT_S = 60.0
 
 
@@ -63,6 +64,8 @@ class FleetPort(fleet_pb2_grpc.FleetServiceServicer):
         if method == "Undrain":
             named.state = READY
         elif method == "GetStatus":
+            if named.state == SILENT:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses")
             answer = self._status_of(named)
         elif worker_pb2.DrainRequest.FromString(request.message).exit:
             answer = worker_pb2.DrainResponse()

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
-from slipstream.errors import InvalidArgument, NotFound
+from slipstream.errors import InvalidArgument, NotFound, Unavailable
 from slipstream.v1 import worker_pb2
-from tests.cli.fleet.fleet_port import DRAINING, FleetPort, process
+from tests.cli.fleet.fleet_port import DRAINING, SILENT, FleetPort, process
 
 
 @pytest.fixture
@@ -45,6 +45,13 @@ def test_json_has_the_shape_of_endpoints_with_ledger_and_counters(port: FleetPor
 
 def test_an_idle_process_holds_nothing(port: FleetPort) -> None:
     assert "requests hold nothing" in invoke(port, "decode-0").output
+
+
+def test_a_process_that_does_not_answer_is_named(port: FleetPort) -> None:
+    port.processes["decode-0"].state = SILENT
+    refused = invoke(port, "decode-0").exception
+    assert isinstance(refused, Unavailable)
+    assert refused.message.startswith("decode-0 at 10.0.0.0:7000 does not answer")
 
 
 def test_an_unknown_name_and_two_ways_to_name_a_process_are_refused(port: FleetPort) -> None:
