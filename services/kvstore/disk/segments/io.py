@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +21,7 @@ from slipstream.errors import FailedPrecondition
 
 _SEGMENT = re.compile(r"segment-\d{6}")
 _PROBE_BYTES = 4096
+_LOCK_POLL_S = 0.05
 # Errors of a wrong configuration; all others are the disk's and may be transient.
 CONFIG_ERRNOS = frozenset(
     (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
@@ -68,11 +70,15 @@ class SystemDiskIo:
     """The operating system's calls."""
 
     direct: bool = True
+    # A killed node's process may still be ending when the next one starts, as after the deletion of a pod.
+    # Less than HANGS_AFTER_S of `opening.py`: a second node of one directory is refused at its start.
+    lock_wait_s: float = 1.5
 
     def lock_directory(self, directory: Path) -> int:
         """Create the directory and lock it for this process, until the descriptor is closed.
 
-        Raises FailedPrecondition when the process may not write to it, OSError when the disk does not answer.
+        Waits `lock_wait_s` for a process that has it. Raises FailedPrecondition when that one stays, or when
+        this process may not write to it, OSError when the disk does not answer.
         """
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -81,14 +87,19 @@ class SystemDiskIo:
             if error.errno not in CONFIG_ERRNOS:
                 raise
             raise FailedPrecondition(f"{directory} is not writable: {error}") from None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(fd)
-            if error.errno != errno.EWOULDBLOCK:
-                raise FailedPrecondition(f"{directory} cannot be locked: {error}") from None
-            raise FailedPrecondition(f"{directory} is in use by another process") from None
-        return fd
+        give_up_s = time.monotonic() + self.lock_wait_s
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fd
+            except OSError as error:
+                if error.errno == errno.EWOULDBLOCK and time.monotonic() < give_up_s:
+                    time.sleep(_LOCK_POLL_S)
+                    continue
+                os.close(fd)
+                if error.errno != errno.EWOULDBLOCK:
+                    raise FailedPrecondition(f"{directory} cannot be locked: {error}") from None
+                raise FailedPrecondition(f"{directory} is in use by another process") from None
 
     def segments(self, directory: Path) -> list[Path]:
         """The segment files, sorted."""
