@@ -43,7 +43,7 @@ from supervisor.cluster import ClusterSupervisor
 from supervisor.plan import ClusterConfig
 
 _FAKE = ["--engine", "fake", "--fake-pace-s", "0.0003", "--kv-memory-bytes", str(64 << 20)]
-_FAILED_ATTEMPT = re.compile(r"^(\S+ \S+) WARNING \S+ services\.router\.[\w.]+: \S+ attempt \d+: ")
+_FAILED_ATTEMPT = re.compile(r"^(\S+) WARNING \S+ services\.router\.[\w.]+: \S+ attempt \d+: ")
 _BACK_S = 60.0
 
 
@@ -117,7 +117,7 @@ def _was_moved(run: FaultRun) -> bool:
 def _detected_after_ms(log: Path, signalled_at: float) -> float | None:
     for line in log.read_text(errors="replace").splitlines():
         if found := _FAILED_ATTEMPT.match(line):
-            logged_at = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+            logged_at = datetime.fromisoformat(found[1]).timestamp()
             if logged_at >= signalled_at - 0.001:
                 return max((logged_at - signalled_at) * 1e3, 0.0)
     return None
