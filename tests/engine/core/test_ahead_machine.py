@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.fake import FakeModel, build_fake_engine, expected_tokens
 from libs.engine.step.types import SamplingParams, SequenceSpec, StepOutput
 from slipstream.errors import FailedPrecondition, OutOfPages
 from tests.engine.core.deferred_model import DeferredModel
+from tests.engine.core.pinning_machine import PinningMachine
 from tests.engine.support import check_accounting
 
 BLOCK = 4
@@ -63,7 +64,7 @@ class Stream:
     ended: bool = False
 
 
-class AheadMachine(RuleBasedStateMachine):
+class AheadMachine(PinningMachine):
     def __init__(self) -> None:
         super().__init__()
         self.engine, self.model = make_engine(n_pages=14, max_batch=3)
@@ -195,19 +196,6 @@ class AheadMachine(RuleBasedStateMachine):
         except RuntimeError:
             assert {s.spec.seq_id: s.n_tokens for s in self.engine.sequences()} == before
         self.model.fails = ""
-
-    @rule(index=st.integers(0, 20))
-    def pin(self, index: int) -> None:
-        sequences = [s for s in self.engine.sequences() if s.pages]
-        if sequences and len(self.pins) < 2:
-            pages = tuple(sequences[index % len(sequences)].pages[:1])
-            self.engine.pin(pages)
-            self.pins.append(pages)
-
-    @rule()
-    def unpin(self) -> None:
-        if self.pins:
-            self.engine.unpin(self.pins.pop())
 
     @invariant()
     def accounting_is_consistent(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.fake import FakeModel, build_fake_engine, expected_tokens
@@ -23,6 +23,7 @@ from libs.engine.step.step_model import SequenceRows, StepResult
 from libs.engine.step.stop_flag import StopFlag
 from libs.engine.step.types import SamplingParams, SequenceSpec
 from slipstream.errors import OutOfPages
+from tests.engine.core.pinning_machine import PinningMachine
 from tests.engine.support import check_accounting
 
 BLOCK = 4
@@ -68,7 +69,7 @@ class AbortableModel(FakeModel):
         return super().run(batch, rows, stop)
 
 
-class EngineMachine(RuleBasedStateMachine):
+class EngineMachine(PinningMachine):
     def __init__(self) -> None:
         super().__init__()
         fake = build_fake_engine(
@@ -228,19 +229,6 @@ class EngineMachine(RuleBasedStateMachine):
             run.failed = run.failed or output.failure is not None
             run.ended = run.ended or run.failed or output.finish is not None
         assert {s.spec.seq_id for s in self.engine.sequences()} == set(self.runs)
-
-    @rule(index=st.integers(0, 20))
-    def pin(self, index: int) -> None:
-        sequences = [s for s in self.engine.sequences() if s.pages]
-        if sequences and len(self.pins) < 2:
-            pages = tuple(sequences[index % len(sequences)].pages[:1])
-            self.engine.pin(pages)
-            self.pins.append(pages)
-
-    @rule()
-    def unpin(self) -> None:
-        if self.pins:
-            self.engine.unpin(self.pins.pop())
 
     @invariant()
     def accounting_is_consistent(self) -> None:
