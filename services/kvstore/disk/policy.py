@@ -19,7 +19,7 @@ import numpy.typing as npt
 from services.kvstore.disk.table.index import WORDS
 from services.kvstore.policy.adaptive import AdaptivePolicy
 from services.kvstore.policy.history import FIRST_WANT
-from services.kvstore.policy.quota import NOBODY
+from services.kvstore.policy.quota import NO_TENANT
 
 # Of a remembered block in the small policy: its record, its key, and its places in the simulated caches.
 _REMEMBERED_BYTES = 900
@@ -36,7 +36,7 @@ class Origin:
     parent: bytes | None = None
     depth: int = 0
     kind: int = NO_KIND
-    tenant: bytes = NOBODY
+    tenant: bytes = NO_TENANT
 
 
 UNKNOWN = Origin()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from services.kvstore.policy.quota import NOBODY, TenantQuota
+from services.kvstore.policy.quota import NO_TENANT, TenantQuota
 
 PUBLIC, UNKNOWN_TENANT = 0, 1
 _MAX_TENANTS = 60_000
@@ -24,7 +24,7 @@ class DiskQuota(TenantQuota[int]):
 
     def number_of(self, tenant: bytes) -> int:
         """The tenant's number; PUBLIC for none, and for one too many."""
-        if tenant == NOBODY:
+        if tenant == NO_TENANT:
             return PUBLIC
         number = self._numbers.get(tenant)
         if number is None:

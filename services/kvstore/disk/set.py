@@ -18,7 +18,7 @@ from services.kvstore.disk.health import DiskState
 from services.kvstore.disk.policy import UNKNOWN, Origin
 from services.kvstore.disk.table.block import DiskBlock
 from services.kvstore.disk.tier import DiskTier
-from services.kvstore.policy.quota import NOBODY
+from services.kvstore.policy.quota import NO_TENANT
 from slipstream.errors import FailedPrecondition, NotFound
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class DiskSet:
         for tier in self.tiers:
             tier.table.on_change = changed
 
-    def touch(self, chain: Sequence[bytes], *, tenant: bytes = NOBODY, now_ms: float = 0.0) -> None:
+    def touch(self, chain: Sequence[bytes], *, tenant: bytes = NO_TENANT, now_ms: float = 0.0) -> None:
         """Record that a tenant used the chain's blocks."""
         here = np.zeros(len(chain), np.bool_)
         for tier in self.tiers:

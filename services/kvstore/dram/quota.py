@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from services.kvstore.policy.quota import NOBODY, TenantQuota
+from services.kvstore.policy.quota import NO_TENANT, TenantQuota
 
 
 class MemoryQuota(TenantQuota[bytes]):
@@ -15,24 +15,24 @@ class MemoryQuota(TenantQuota[bytes]):
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        super().__init__(limit_bytes, (NOBODY,))
+        super().__init__(limit_bytes, (NO_TENANT,))
         self._blocks: dict[bytes, OrderedDict[bytes, int]] = {}  # tenant: its blocks and their bytes
         self._tenants: dict[bytes, bytes] = {}
 
     def tenant_of(self, key: bytes) -> bytes:
         """The tenant that a published block counts for."""
-        return self._tenants.get(key, NOBODY)
+        return self._tenants.get(key, NO_TENANT)
 
     def publish(self, tenant: bytes, key: bytes, n_bytes: int) -> None:
         """The block is in a slot taken for the tenant."""
-        if tenant != NOBODY:
+        if tenant != NO_TENANT:
             self._blocks.setdefault(tenant, OrderedDict())[key] = n_bytes
             self._tenants[key] = tenant
 
     def discard(self, key: bytes) -> None:
         """The block is gone, and its slot free."""
-        tenant = self._tenants.pop(key, NOBODY)
-        if tenant == NOBODY:
+        tenant = self._tenants.pop(key, NO_TENANT)
+        if tenant == NO_TENANT:
             return
         blocks = self._blocks[tenant]
         self.add(tenant, -blocks.pop(key))
@@ -45,7 +45,7 @@ class MemoryQuota(TenantQuota[bytes]):
             known = self._tenants.get(key)
             if known == tenant:
                 self._blocks[known].move_to_end(key)
-            elif known is not None and tenant != NOBODY:
+            elif known is not None and tenant != NO_TENANT:
                 self.discard(key)
 
     def own(self, tenant: bytes) -> Iterator[bytes]:

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 from libs.common.transport.registered_memory import page_rounded
 from services.kvstore.dram.quota import MemoryQuota
 from services.kvstore.policy.adaptive import AdaptivePolicy
-from services.kvstore.policy.quota import NOBODY
+from services.kvstore.policy.quota import NO_TENANT
 
 ValueT = TypeVar("ValueT")
 
@@ -170,7 +170,7 @@ class SlotTable(Generic[ValueT]):
         # A size that has no slab yet takes one from another size.
         return kept if policy.capacity_blocks else list(keys)
 
-    def allocate(self, n_bytes: int, *, tenant: bytes = NOBODY) -> Slot | None:
+    def allocate(self, n_bytes: int, *, tenant: bytes = NO_TENANT) -> Slot | None:
         """A slot for `n_bytes`, evicting what may go; None when nothing may, or too much is the tenant's."""
         slot_bytes = page_rounded(n_bytes)
         if n_bytes < 1 or not self.slots_per_slab(slot_bytes):
@@ -231,7 +231,7 @@ class SlotTable(Generic[ValueT]):
             block.named = False
             self.policy(block.slot.slot_bytes).spared(block.key)
 
-    def touch(self, chain: Sequence[bytes], *, tenant: bytes = NOBODY, now_ms: float = 0.0) -> None:
+    def touch(self, chain: Sequence[bytes], *, tenant: bytes = NO_TENANT, now_ms: float = 0.0) -> None:
         """A request wanted the blocks of the chain, whether they are here or not."""
         if self.quota is not None:
             self.quota.want(chain, tenant)

@@ -15,7 +15,7 @@ from services.kvstore.disk.set import DiskSet
 from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.loading.write_queue import WriteQueue
-from services.kvstore.policy.quota import NOBODY
+from services.kvstore.policy.quota import NO_TENANT
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class DiskWriteBehind:
     def _origin(self, block: Block[bytes]) -> Origin:
         """The block's tenant and position in its chain, as the memory tier knows them."""
         table = self._dram.table
-        tenant = table.quota.tenant_of(block.key) if table.quota is not None else NOBODY
+        tenant = table.quota.tenant_of(block.key) if table.quota is not None else NO_TENANT
         location = table.policy(block.slot.slot_bytes).location(block.key)
         return Origin(tenant=tenant) if location is None else Origin(*location, tenant)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable
 from typing import Generic, TypeVar
 
-NOBODY = b""
+NO_TENANT = b""
 
 TenantT = TypeVar("TenantT", bound=Hashable)
 

@@ -15,7 +15,7 @@ from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.disk.policy import NO_KIND, Origin
 from services.kvstore.disk.table.table import DiskTable
 from services.kvstore.dram.slots import Slot
-from services.kvstore.policy.quota import NOBODY
+from services.kvstore.policy.quota import NO_TENANT
 from tests.kvstore.disk.table_check import check_table
 
 # How many hits the adaptive policy may lose to LRU before its samples suffice and by changes.
@@ -64,7 +64,7 @@ def test_any_order_of_calls_keeps_the_table_consistent_and_tenants_within_their_
 ) -> None:
     rng = random.Random(seed)
     table = DiskTable(n_slabs=4, slab_bytes=16 * PAGE_BYTES, tenant_share=share)
-    limit, tenants = int(64 * PAGE_BYTES * share), [NOBODY, b"a", b"b"]
+    limit, tenants = int(64 * PAGE_BYTES * share), [NO_TENANT, b"a", b"b"]
     writing: list[tuple[int, Slot, Origin]] = []
     held = []
     for generation in range(1, 150):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.dram.slots import Block, Slot, SlotTable
 from services.kvstore.policy.admission import BURST_DAYS, DAY_MS, DiskAdmission, WriteBudget
-from services.kvstore.policy.quota import NOBODY
+from services.kvstore.policy.quota import NO_TENANT
 
 PER_DAY = 4000.0
 
@@ -53,7 +53,7 @@ def test_no_tenant_has_more_than_its_share_and_shared_blocks_count_for_no_tenant
     rng = random.Random(seed)
     table: SlotTable[None] = SlotTable(n_slabs=2, slab_bytes=12 * PAGE_BYTES, tenant_share=share)
     assert table.quota is not None
-    limit, tenants = int(24 * PAGE_BYTES * share), [NOBODY, b"a", b"b"]
+    limit, tenants = int(24 * PAGE_BYTES * share), [NO_TENANT, b"a", b"b"]
     taken: list[tuple[int, Slot]] = []
     held: list[Block[None]] = []
     for _ in range(200):

@@ -24,7 +24,7 @@ from services.kvstore.disk.segments.format import FoundHeaders, slots_in
 from services.kvstore.disk.table.block import DiskBlock, Slab
 from services.kvstore.disk.table.index import WORDS, DiskIndex, IndexColumns
 from services.kvstore.dram.slots import Slot
-from services.kvstore.policy.quota import NOBODY
+from services.kvstore.policy.quota import NO_TENANT
 
 
 class DiskTable:
@@ -153,7 +153,7 @@ class DiskTable:
             row,
         )
 
-    def allocate(self, n_bytes: int, *, generation: int, tenant: bytes = NOBODY) -> Slot | None:
+    def allocate(self, n_bytes: int, *, generation: int, tenant: bytes = NO_TENANT) -> Slot | None:
         """A slot for `n_bytes`, after an eviction if needed. None if no block can be evicted for it.
 
         A slab that is cut for it stores `generation`, that of the last write before this one.
@@ -219,7 +219,7 @@ class DiskTable:
                 self._held_gone.remove(block.row)
                 self._release(block.row)
 
-    def touch(self, chain: Sequence[bytes], *, tenant: bytes = NOBODY, now_ms: float = 0.0) -> np.ndarray:
+    def touch(self, chain: Sequence[bytes], *, tenant: bytes = NO_TENANT, now_ms: float = 0.0) -> np.ndarray:
         """Record a use of the chain's blocks, present or not; the chain's start becomes the most recent.
 
         Returns which blocks are present: bool, in its order.
