@@ -44,9 +44,12 @@ INLINE float divisor_of(const attention_t *a, int64_t lane, float sum) {
     return sum == 0 && (a->log_sums || a->visible[lane / a->n_heads] <= 0) ? 1 : sum;
 }
 
-/* `sum` is relative to the lane's maximum `best`. */
+/* Scores count in powers of two: their exponentials take fewer operations. */
+INLINE float score_scale(const attention_t *a) { return a->scale * 1.44269504089f; }
+
+/* `sum` is relative to 2^best, where `best` is the lane's maximum score. */
 INLINE void keep_log_sum(const attention_t *a, int64_t lane, float best, float sum) {
-    if (a->log_sums) a->log_sums[lane] = sum == 0 ? -INFINITY : best + logf(sum);
+    if (a->log_sums) a->log_sums[lane] = sum == 0 ? -INFINITY : best * 0.69314718056f + logf(sum);
 }
 
 INLINE const char *cache_row(const attention_t *a, int64_t sequence, int64_t token) {

@@ -35,7 +35,7 @@ static int64_t rows_of(const attention_t *a, int64_t s) { return a->query_start[
 static void pack_queries(const task_t *t, const item_t *item, float *query) {
     const attention_t *a = t->a;
     int64_t width = width_of(a), n = width / per_element(t->is_pairs), head_dim = a->nope + a->rope;
-    float scaled[width];
+    float scaled[width], scale = score_scale(a);
     memset(query, 0, sizeof(float) * (size_t)(round_up(item->n_lanes, LANES) * n));
     for (int64_t i = 0; i < item->n_lanes; i++) {
         int64_t lane = item->first_lane + i, head = lane % a->n_heads;
@@ -43,8 +43,8 @@ static void pack_queries(const task_t *t, const item_t *item, float *query) {
         const float *folded = t->folded + ((row - t->row0) * a->n_heads + head) * a->lora;
         const float *rope = a->q + row * a->q_stride + head * head_dim + a->nope;
         float *out = query + i / LANES * n * LANES + i % LANES;
-        for (int64_t j = 0; j < a->lora; j++) scaled[j] = folded[j] * a->scale;
-        for (int64_t j = 0; j < a->rope; j++) scaled[a->lora + j] = rope[j] * a->scale;
+        for (int64_t j = 0; j < a->lora; j++) scaled[j] = folded[j] * scale;
+        for (int64_t j = 0; j < a->rope; j++) scaled[a->lora + j] = rope[j] * scale;
         if (t->is_pairs) narrow_row(scaled, width, scaled);
         for (int64_t j = 0; j < n; j++) out[j * LANES] = scaled[j];
     }
@@ -108,11 +108,11 @@ static void softmax_block(const task_t *t, const item_t *item, int64_t lane0, in
         for (int64_t i = 0; i < n_tokens; i++) best = vmax(load(column + i * LANES), best);
         vf base = vmax(best, splat(-1e30f)); /* so that a lane without visible tokens has weight 0 and not NaN */
         for (int64_t i = 0; i < n_tokens; i++) {
-            vf p = vexp(load(column + i * LANES) - base);
+            vf p = vexp2(load(column + i * LANES) - base);
             store(column + i * LANES, p);
             sum += p;
         }
-        vf factor = vexp(old - base);
+        vf factor = vexp2(old - base);
         store(shrink + v * VL, factor);
         store(best_at, best);
         float *sum_at = item->sum + lane0 + v * VL;
@@ -197,7 +197,7 @@ static float join_splits(const task_t *t, const item_t *items, int64_t n_splits,
     for (int64_t j = 0; j < t->a->lora; j++) out[j] = 0;
     float base = best > -1e30f ? best : -1e30f;
     for (int64_t s = 0; s < n_splits; s++) {
-        float factor = expf(items[s].best[lane] - base);
+        float factor = exp2f(items[s].best[lane] - base);
         const float *mixed = items[s].mixed + lane * t->lora_pad;
         sum += items[s].sum[lane] * factor;
         for (int64_t j = 0; j < t->a->lora; j++) out[j] += mixed[j] * factor;

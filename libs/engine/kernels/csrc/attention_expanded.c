@@ -156,11 +156,11 @@ static float softmax_row(float *score, int64_t n_visible, float *state) {
     best = best > old ? best : old;
     float base = best > -1e30f ? best : -1e30f; /* so that a row without visible tokens has weight 0 and not NaN */
     for (int64_t i = 0; i < KEY_BLOCK; i += VL) {
-        vf p = vexp(load(score + i) - base);
+        vf p = vexp2(load(score + i) - base);
         store(score + i, p);
         sum += p;
     }
-    float factor = vexp(splat(old - base))[0];
+    float factor = vexp2(splat(old - base))[0];
     state[0] = best;
     state[1] = state[1] * factor + sum_lanes(sum);
     return factor;
@@ -204,8 +204,8 @@ static void attend_query_block(const chunk_t *c, int64_t head, int64_t row0, con
     int64_t batch_row = a->query_start[c->sequence] + row0;
     for (int64_t r = 0; r < n_rows; r++) {
         const float *q = a->q + (batch_row + r) * a->q_stride + head * head_dim;
-        float scaled[head_dim];
-        for (int64_t i = 0; i < head_dim; i++) scaled[i] = q[i] * a->scale;
+        float scaled[head_dim], scale = score_scale(a);
+        for (int64_t i = 0; i < head_dim; i++) scaled[i] = q[i] * scale;
         if (c->is_pairs) narrow_row(scaled, head_dim, w->query + r * (head_dim / 2));
         else memcpy(w->query + r * head_dim, scaled, sizeof scaled);
         if (c->is_first) state[2 * r] = -INFINITY, state[2 * r + 1] = 0;

@@ -59,6 +59,10 @@ INLINE uint16_t narrow_bf16(float value) {
     return (uint16_t)((word + 0x7fff + ((word >> 16) & 1)) >> 16);
 }
 
+#if VL == 16 /* by halves, which the compiler does not do by itself */
+INLINE float sum_lanes(vf v) { return _mm512_reduce_add_ps(v); }
+INLINE float max_lanes(vf v) { return _mm512_reduce_max_ps(v); }
+#else
 INLINE float sum_lanes(vf v) {
     float total = 0;
     UNROLL for (int i = 0; i < VL; i++) total += v[i];
@@ -70,8 +74,31 @@ INLINE float max_lanes(vf v) {
     UNROLL for (int i = 1; i < VL; i++) best = v[i] > best ? v[i] : best;
     return best;
 }
+#endif
 
-/* e^x within 2 ulp for x <= 88; exactly 0 below -87, so that a masked score of -inf adds nothing. */
+/* 2^x within 2 ulp for x <= 127; exactly 0 below -126, so that a masked score of -inf adds nothing. NaN stays NaN. */
+INLINE vf vexp2(vf x) {
+#if VL == 16
+    vf n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    const float round_to_int = 12582912.0f; /* 1.5 * 2^23: adding it leaves the integer in the low bits */
+    vf shifted = x + round_to_int, n = shifted - round_to_int;
+#endif
+    vf r = x - n, p = splat(1.3264727e-3f);
+    p = p * r + 9.6715130e-3f;
+    p = p * r + 5.5507336e-2f;
+    p = p * r + 2.4022242e-1f;
+    p = p * r + 6.9314700e-1f;
+    p = p * r + 1.0f;
+#if VL == 16
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, splat(-126), _CMP_NLT_UQ), p, n);
+#else
+    vi exponent = ((vi)shifted - (vi)splat(round_to_int)) << 23;
+    return pick(x < -126.0f, splat(0), (vf)((vi)p + exponent));
+#endif
+}
+
+/* e^x within 2 ulp for x <= 88; exactly 0 below -87. */
 INLINE vf vexp(vf x) {
     const float round_to_int = 12582912.0f; /* 1.5 * 2^23: adding it leaves the integer in the low bits */
     vf clamped = vmax(x, splat(-87.0f));
