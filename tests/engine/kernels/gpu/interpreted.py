@@ -8,3 +8,7 @@ import pytest
 
 os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="Triton is missing: pip install 'slipstream-server[gpu]'")
+
+from tests.engine.kernels.gpu import quick_interpreter
+
+quick_interpreter.install()

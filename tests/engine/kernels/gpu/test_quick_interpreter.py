@@ -1,0 +1,88 @@
+"""The shorter ways through Triton's interpreter lead to the state that it makes itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tests.engine.kernels.gpu.interpreted  # noqa: F401  (before the programs)
+
+# isort: split
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from tests.engine.kernels.gpu import quick_interpreter
+
+
+@triton.jit
+def _doubled(value):  # type: ignore[no-untyped-def]
+    return value + value
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _doubling(source, target, n: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, n)
+    tl.store(target + at, _doubled(tl.load(source + at)))
+
+
+def changes(scope: Any) -> set[tuple[int, str]]:
+    found = {(id(obj), name) for obj, name, _ in scope._changes}
+    scope.restore()
+    return found
+
+
+def builtins() -> dict[str, object]:
+    return {name: getattr(tl, name) for name in dir(tl)} | {
+        f"tensor.{name}": getattr(tl.tensor, name) for name in dir(tl.tensor)
+    }
+
+
+def test_a_launch_replaces_what_the_interpreter_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = builtins()
+    quick = changes(interpreter._patch_lang(_doubling.fn))
+    assert builtins() == before
+    monkeypatch.setattr(interpreter, "_patch_builtin", quick_interpreter._scan_members)
+    assert changes(quick_interpreter.patch_every_member(_doubling.fn)) == quick
+    assert builtins() == before
+    assert len(quick) > 100
+
+
+def test_a_device_function_finds_all_replaced() -> None:
+    launch = interpreter._patch_lang(_doubling.fn)
+    try:
+        nested = quick_interpreter.patch_every_member(_doubled.fn)
+        # The rest is replaced by equal functions.
+        assert {(id(obj), name) for obj, name, _ in nested._changes} < changes_of(launch)
+        nested.restore()
+        assert not interpreter._patch_lang(_doubled.fn)._changes
+    finally:
+        launch.restore()
+
+
+def changes_of(scope: Any) -> set[tuple[int, str]]:
+    return {(id(obj), name) for obj, name, _ in scope._changes}
+
+
+def test_programs_compute_and_leave_nothing_replaced() -> None:
+    before = builtins()
+    source, target = torch.arange(8.0), torch.zeros(8)
+    for _ in range(2):
+        _doubling[(1,)](source, target, 8)
+    assert target.tolist() == (2 * source).tolist()
+    assert builtins() == before
+
+
+SCALARS = [*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES, *tl.dtype.FP_TYPES]
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_types_are_those_of_the_interpreters_table(name: str) -> None:
+    scalar = tl.dtype(name)
+    for dtype in (scalar, tl.block_type(scalar, [2]), tl.pointer_type(scalar)):
+        assert quick_interpreter.np_dtype(dtype) == quick_interpreter.table_of_dtypes(dtype)
+    pointers = tl.block_type(tl.pointer_type(scalar), [2])
+    assert quick_interpreter.np_dtype(pointers) == np.dtype(np.uint64)
