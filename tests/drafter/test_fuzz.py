@@ -19,7 +19,7 @@ SERVICE = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]
 
 
 async def test_fuzzed_messages_are_refused_as_bad_input(caplog: pytest.LogCaptureFixture) -> None:
-    await check(caplog, inputs=2000)
+    await check(caplog)
 
 
 @pytest.mark.soak
@@ -27,7 +27,7 @@ async def test_a_million_fuzzed_messages_are_refused(caplog: pytest.LogCaptureFi
     await check(caplog, inputs=1_000_000)
 
 
-async def check(caplog: pytest.LogCaptureFixture, *, inputs: int) -> None:
+async def check(caplog: pytest.LogCaptureFixture, inputs: int | None = None) -> None:
     async with running_drafter(FakeHead(guess=lambda token: token + 1)) as node:
 
         async def nothing_held() -> None:

@@ -26,7 +26,7 @@ SERVICES = {
 
 @pytest.mark.parametrize("name", SERVICES)
 async def test_fuzzed_messages_are_refused_as_bad_input(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    await check(name, caplog, inputs=2000)
+    await check(name, caplog)
 
 
 @pytest.mark.soak
@@ -35,7 +35,7 @@ async def test_a_million_fuzzed_messages_are_refused(name: str, caplog: pytest.L
     await check(name, caplog, inputs=1_000_000)
 
 
-async def check(name: str, caplog: pytest.LogCaptureFixture, *, inputs: int) -> None:
+async def check(name: str, caplog: pytest.LogCaptureFixture, inputs: int | None = None) -> None:
     service = WorkerService(WorkerIdentity(Role.PREFILL, "prefill-0"), IdleProcess())
     host = ServiceHost("127.0.0.1:0")
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, host.server)

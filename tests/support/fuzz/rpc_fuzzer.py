@@ -25,6 +25,8 @@ _CALL_S = 20.0
 # The words of grpc.aio's client, in place of the status, when a call ends while it writes.
 _WRITE_FAILED = "Internal error from Core"
 _NEXT_ANSWER_S = 0.05
+# Of a test that is not soak.
+_INPUTS_PER_METHOD, _MOST_INPUTS = 250, 2000
 
 
 @dataclass
@@ -44,6 +46,11 @@ class RpcFuzzer:
     def __post_init__(self) -> None:
         self._fuzzer = MessageFuzzer(self.rng, self.seeds)
         self._methods = [method for method in self.service.methods if method.name not in self.leave_out]
+
+    @property
+    def short_inputs(self) -> int:
+        """The inputs of a short test: a method of a small service gets as many as one of a large service."""
+        return min(_INPUTS_PER_METHOD * len(self._methods), _MOST_INPUTS)
 
     async def run(self, inputs: int) -> None:
         """Send so many inputs, each to one method."""
@@ -134,12 +141,14 @@ def _failure_in(message: Message) -> common_pb2.Failure | None:
 
 async def fuzz(
     fuzzer: RpcFuzzer,
-    inputs: int,
+    inputs: int | None = None,
     *,
     most_growth_bytes: int = 20 << 20,
     settle: Callable[[], Any] | None = None,
 ) -> None:
-    """Send the inputs, and check the answers, and this process's memory from the first tenth on."""
+    """Send so many inputs, or those of a short test. Check the answers, and this process's memory from the
+    first tenth on."""
+    inputs = inputs or fuzzer.short_inputs
     first = inputs // 10
     await fuzzer.run(first)
     if settle is not None:
