@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.file_order import order_files
+
 # An example's duration means nothing on a shared machine; pytest-timeout bounds the whole test.
 settings.register_profile("slipstream", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("slipstream")
@@ -17,7 +19,6 @@ settings.load_profile("slipstream")
 # torch's optimizers and transformers create this directory, by default in /tmp, and leave it behind.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "torchinductor"))
 
-# Files run in this order, in several processes: long ones first, so that none runs alone at the end.
 _ROOT = Path(__file__).parent
 
 
@@ -38,10 +39,10 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    e2e = str(_ROOT / "e2e") + os.sep
-    root = str(_ROOT)
-    items.sort(key=lambda item: (not str(item.path).startswith(e2e), os.path.dirname(item.path) != root))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the files that several processes run; one process runs them by name."""
+    if hasattr(config, "workerinput"):
+        order_files(_ROOT, items)
 
 
 def pytest_collection_finish() -> None:

@@ -1,0 +1,57 @@
+"""The order of test files that several processes take one after the other."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePath
+
+import pytest
+
+# Below the folder of all tests: in these a file may take more than ten seconds.
+LONG_FOLDERS = (
+    "bench",
+    "common/transport",
+    "e2e",
+    "engine",
+    "kvstore",
+    "router/untrusted",
+    "supervisor",
+    "worker",
+)
+# The share of the other files that begin before the last long one.
+_SHARE_BEFORE_LAST = 0.65
+
+
+def run_order(files: Iterable[PurePath]) -> list[PurePath]:
+    """The files, relative to the folder of all tests, as they should begin.
+
+    Files of one folder resemble each other. Side by side, those that wait for time-outs would leave cores
+    idle, and those that compute would compete. So the order is unrelated to the folders. It is the same in
+    each process. Long files begin early, so that none runs alone at the end.
+    """
+    long: list[PurePath] = []
+    others: list[PurePath] = []
+    for file in sorted(files, key=_mixed):
+        (long if _is_long(file) else others).append(file)
+    keyed = [*_placed(long, _SHARE_BEFORE_LAST), *_placed(others, 1.0)]
+    return [file for _, file in sorted(keyed, key=lambda each: each[0])]
+
+
+def order_files(root: Path, items: list[pytest.Item]) -> None:
+    """Sort items by the order of their files; within a file they stay as they are."""
+    order = run_order({item.path.relative_to(root) for item in items})
+    place = {root / file: index for index, file in enumerate(order)}
+    items.sort(key=lambda item: place[item.path])
+
+
+def _mixed(file: PurePath) -> tuple[int, str]:
+    return zlib.crc32(file.as_posix().encode()), file.as_posix()
+
+
+def _is_long(file: PurePath) -> bool:
+    return any(file.is_relative_to(folder) for folder in LONG_FOLDERS)
+
+
+def _placed(files: Sequence[PurePath], share: float) -> list[tuple[float, PurePath]]:
+    return [(share * index / len(files), file) for index, file in enumerate(files)]

@@ -1,0 +1,36 @@
+"""The order of test files: all once, mixed, and no long one at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePath
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.file_order import LONG_FOLDERS, run_order
+
+ROOT = Path(__file__).parent
+names = st.builds(
+    "{}/test_{}.py".format, st.sampled_from([*LONG_FOLDERS, "text", "router/api"]), st.integers(0, 300)
+)
+
+
+@given(st.lists(names, unique=True), st.randoms(use_true_random=False))
+def test_every_file_comes_once_in_an_order_of_its_name(files: list[str], random) -> None:  # type: ignore[no-untyped-def]
+    order = run_order(map(PurePath, files))
+    assert sorted(order) == sorted(map(PurePath, files))
+    random.shuffle(files)
+    assert run_order(map(PurePath, files)) == order
+
+
+def test_long_files_are_spread_and_none_is_among_the_last() -> None:
+    order = run_order(file.relative_to(ROOT) for file in ROOT.rglob("test_*.py"))
+    is_e2e = [file.is_relative_to("e2e") for file in order]
+    assert sum(is_e2e) > 30
+    at = [index for index, found in enumerate(is_e2e) if found]
+    assert at[-1] < 0.8 * len(order)
+    assert sum(index < len(order) / 4 for index in at) < 0.6 * len(at)
+    assert sum(index < len(order) / 2 for index in at) > 0.4 * len(at)
+    for folder in LONG_FOLDERS:
+        assert (ROOT / folder).is_dir()
+        assert not any(file.is_relative_to(folder) for file in order[-len(order) // 10 :])
