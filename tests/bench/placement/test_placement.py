@@ -201,7 +201,7 @@ def test_a_trace_is_read_and_its_ticks_are_spread(tmp_path: Path) -> None:
 
 def test_on_busy_agents_the_router_keeps_the_cache_and_halves_the_tail() -> None:
     hardware = replace(Hardware(), n_prefill=4, n_decode=4, cache_blocks=2_000)
-    shape = replace(AgentShape(), sessions_per_s=0.16, duration_ms=400_000.0)
+    shape = replace(AgentShape(), sessions_per_s=0.16, duration_ms=200_000.0)
     report = compare("agents", agent_sessions(shape), hardware)
     assert report["cached_share_of_shared"] > 0.95  # type: ignore[operator]
     assert report["ttft_p90_below_best_other"] > 0.3  # type: ignore[operator]

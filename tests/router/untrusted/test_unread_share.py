@@ -24,7 +24,7 @@ from tests.support.api_keys import tenant_keys
 
 STREAMS = 4
 LETTERS = "abcdefgh"
-TOKENS = 1500
+TOKENS = 800
 SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 14)]
 KEYS = {"key-a": "a", "key-b": "b"}
 
