@@ -29,6 +29,7 @@ def test_both_sides_are_measured(
         return found
 
     monkeypatch.setattr(load, "_load_in_child", in_this_process)
+    monkeypatch.setattr(load, "_COPY_BYTES", 4 << 20)
     load.main(["--gb", "0.02", "--rounds", "1", "--formats", "int4", "--dir", str(tmp_path), "--json"])
     found = json.loads(capsys.readouterr().out)["int4"]
     assert all(found[name] > 0 for name in ("raw_gb_s", "drive_gb_s", "copy_gb_s", "cache_gb_s"))
