@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from supervisor.cluster_options import DEFAULT_MODEL
+from tests.support.processes.launching import run_service
 from tests.support.tls.authority import Authority
 
 ROOT = Path(__file__).parents[3]
@@ -64,17 +65,12 @@ def test_a_service_says_what_is_wrong_with_its_files(
 def test_refused_settings_end_a_json_log_with_json(
     tmp_path: Path, service: str, flags: tuple[str, ...], words: str
 ) -> None:
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-m", f"services.{service}", "--instance", f"{service}-0", *flags),
-            *("--run-dir", str(tmp_path / "run"), "--listen", "127.0.0.1:0"),
-        ],
-        cwd=ROOT,
-        env={"SLIPSTREAM_LOG_FORMAT": "json", "PYTHONPATH": str(ROOT), "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
+    command = [sys.executable, "-m", f"services.{service}", "--instance", f"{service}-0", *flags]
+    code, written = run_service(
+        [*command, "--run-dir", str(tmp_path / "run"), "--listen", "127.0.0.1:0"],
+        {"SLIPSTREAM_LOG_FORMAT": "json"},
+        timeout_s=DEADLINE_S,
     )
-    records = [json.loads(line) for line in ended.stderr.splitlines()]
-    assert words in records[-1]["message"] and ended.returncode != 0
+    records = [json.loads(line) for line in written.splitlines()]
+    assert words in records[-1]["message"] and code != 0
     assert (records[-1]["level"], records[-1]["instance"]) == ("error", f"{service}-0")

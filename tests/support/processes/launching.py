@@ -78,10 +78,12 @@ class ServiceProcess:
         return code
 
 
-def run_service(command: Sequence[str], *, timeout_s: float = 120) -> tuple[int, str]:
+def run_service(
+    command: Sequence[str], variables: Mapping[str, str] | None = None, *, timeout_s: float = 120
+) -> tuple[int, str]:
     """Run a service that ends by itself; returns its exit code and what it wrote."""
     with tempfile.TemporaryFile() as output:
-        process = ServiceProcess(command, output)
+        process = ServiceProcess(command, output, variables)
         try:
             code = process.wait(timeout_s)
         except TimeoutError:
