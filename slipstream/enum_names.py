@@ -36,13 +36,13 @@ def _value_names(kind: Any) -> Mapping[int, str]:
 
 
 def finish_name(reason: common_pb2.FinishReason.ValueType) -> str:
-    """stop, length, tool_calls, aborted, error, or unspecified."""
-    return common_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+    """stop, length, tool_calls, aborted, error, or unspecified; unknown for one of a later contract."""
+    return value_name(common_pb2.FinishReason, reason)
 
 
 def tier_name(tier: common_pb2.CacheTier.ValueType) -> str:
-    """The name of a tier, such as dram, nvme, pool or peer."""
-    return common_pb2.CacheTier.Name(tier).removeprefix("CACHE_TIER_").lower()
+    """The name of a tier, such as dram, nvme, pool or peer; unknown for one of a later contract."""
+    return value_name(common_pb2.CacheTier, tier)
 
 
 def tier_names(tiers: Iterable[common_pb2.CacheTier.ValueType]) -> str:

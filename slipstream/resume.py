@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import grpc
-from grpc_status import rpc_status
 
 from slipstream.calls.refusals import MAX_RETRIES, Refusals
 from slipstream.errors import (
@@ -30,7 +29,7 @@ from slipstream.errors import (
     Unavailable,
 )
 from slipstream.replies import Event, Reply, ReplyBuilder
-from slipstream.rpc.rpc_errors import from_rpc_error
+from slipstream.rpc.rpc_errors import from_rpc_error, status_of
 from slipstream.v1 import router_pb2
 
 ATTEMPT_HEADER = "x-slipstream-attempt"
@@ -242,7 +241,7 @@ def _may_resume(error: grpc.RpcError, typed: SlipstreamError) -> bool:
     """A connection that broke, or a router that drains or lacks a worker. The rest is the router's answer."""
     if isinstance(typed, Draining | Unavailable):
         return True
-    return bool(error.code() in _CONNECTION_CODES and rpc_status.from_call(error) is None)
+    return bool(error.code() in _CONNECTION_CODES and status_of(error) is None)
 
 
 def _final_error(typed: SlipstreamError, *, deadline: bool) -> SlipstreamError:

@@ -6,12 +6,11 @@ import time
 from typing import Any
 
 import grpc
-from grpc_status import rpc_status
 
 from slipstream.calls.refusals import Refusals
 from slipstream.endpoints import Endpoints
 from slipstream.errors import Draining, Unavailable
-from slipstream.rpc.rpc_errors import from_rpc_error
+from slipstream.rpc.rpc_errors import from_rpc_error, status_of
 
 # The pause before a call is made again.
 PAUSE_S = 0.5
@@ -106,9 +105,9 @@ class UnaryTries:
 def _is_unsent(error: grpc.RpcError) -> bool:
     """Whether no router can have received the call. A connection that broke amid it is no case."""
     details = error.details() or ""
-    return rpc_status.from_call(error) is None and details.startswith(_UNSENT)
+    return status_of(error) is None and details.startswith(_UNSENT)
 
 
 def _is_unheard(error: grpc.RpcError) -> bool:
     """Whether a connection failed, and no router answered. gRPC's own retries are off."""
-    return error.code() is grpc.StatusCode.UNAVAILABLE and rpc_status.from_call(error) is None
+    return error.code() is grpc.StatusCode.UNAVAILABLE and status_of(error) is None

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import grpc
-from grpc_status import rpc_status
 
 from slipstream.errors import SlipstreamError, Unauthenticated, Unavailable
 from slipstream.rpc.caller_class import CallerClass
 from slipstream.rpc.credential_fault import credential_fault, is_http_port, with_tls_hint
-from slipstream.rpc.rpc_errors import from_rpc_error
+from slipstream.rpc.rpc_errors import from_rpc_error, status_of
 
 # Of a process's words for a call without a credential that it takes. One with TLS never says so: a connection
 # without a certificate fails.
@@ -35,7 +34,7 @@ def port_error(error: grpc.aio.AioRpcError, *, credential: str = OPERATORS_CREDE
             is_of_peers = f"{_NO_CREDENTIAL} {CallerClass.PEER}" in fault
             fault = f"{fault} ({_PEERS_CREDENTIAL if is_of_peers else credential})"
         return Unauthenticated(fault)
-    if error.code() is grpc.StatusCode.CANCELLED and rpc_status.from_call(error) is None:
+    if error.code() is grpc.StatusCode.CANCELLED and status_of(error) is None:
         return Unavailable("the process ended the call: it stops")
     typed = from_rpc_error(error)
     return Unavailable(with_tls_hint(typed.message)) if isinstance(typed, Unavailable) else typed

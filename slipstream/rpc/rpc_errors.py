@@ -7,15 +7,19 @@ In: `from_rpc_error` rebuilds the class named by ErrorInfo, else the nearest cla
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from slipstream import bounds, errors
 from slipstream.v1 import common_pb2
+
+ResponseT = TypeVar("ResponseT")
 
 DOMAIN = "slipstream"
 # Of a call's metadata and of its answer's: the header of the same name over HTTP.
@@ -23,6 +27,8 @@ REQUEST_ID = "x-request-id"
 
 # Part of gRPC's words for a message beyond the limit of its sender or its receiver.
 _TOO_LARGE = "message larger than max"
+# What `Failure` carries: 49 days. A peer may state any duration, which protobuf may not take again.
+_LONGEST_RETRY_MS = (1 << 32) - 1
 
 _BY_CODE: dict[str, type[errors.SlipstreamError]] = {
     "INVALID_ARGUMENT": errors.InvalidArgument,
@@ -93,20 +99,45 @@ def from_rpc_error(error: grpc.aio.AioRpcError | grpc.RpcError) -> errors.Slipst
 
 def names_pause(error: grpc.aio.AioRpcError | grpc.RpcError) -> bool:
     """Whether a router refused the call and said when to return. Such a call ran nothing."""
-    status = rpc_status.from_call(error)
+    status = status_of(error)
     return status is not None and any(
         detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for detail in status.details
     )
 
 
+def received(response: ResponseT | None, *, sender: str) -> ResponseT:
+    """The response of a call. Raises Unavailable for None, which gRPC gives for bytes that are no message."""
+    if response is None:
+        raise errors.Unavailable(f"{sender} sent what is no answer to this call")
+    return response
+
+
+def status_of(error: grpc.aio.AioRpcError | grpc.RpcError) -> status_pb2.Status | None:
+    """The details that a process of ours sent with its error; None without any that can be read."""
+    try:
+        found: status_pb2.Status | None = rpc_status.from_call(error)
+    except (ValueError, DecodeError):  # no message, or the status of another call
+        return None
+    return found
+
+
 def _typed(error: grpc.aio.AioRpcError | grpc.RpcError) -> errors.SlipstreamError:
-    status = rpc_status.from_call(error)
-    reason = field = ""
-    retry_after_ms = 0
+    status = status_of(error)
     message = error.details() or error.code().name
     if status is None and _TOO_LARGE in message:
         return bounds.body_too_large()  # gRPC's status for it, RESOURCE_EXHAUSTED, would be tried again
-    for detail in status.details if status is not None else ():
+    try:
+        reason, field, retry_after_ms = _read_details(status.details if status is not None else ())
+    except DecodeError:
+        reason, field, retry_after_ms = "", "", 0
+    return _build(reason, error.code().name, message, field, retry_after_ms)
+
+
+def _read_details(details: Iterable[any_pb2.Any]) -> tuple[str, str, int]:
+    """(class of the error, field, milliseconds to wait). Raises DecodeError."""
+    reason = field = ""
+    retry_after_ms = 0
+    for detail in details:
         info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
         retry = error_details_pb2.RetryInfo()
         if detail.Unpack(info):
@@ -115,10 +146,11 @@ def _typed(error: grpc.aio.AioRpcError | grpc.RpcError) -> errors.SlipstreamErro
             field = bad.field_violations[0].field
         elif detail.Unpack(retry):
             retry_after_ms = retry.retry_delay.ToMilliseconds()
-    return _build(reason, error.code().name, message, field, retry_after_ms)
+    return reason, field, retry_after_ms
 
 
 def _build(reason: str, code: str, message: str, field: str, retry_after_ms: int) -> errors.SlipstreamError:
+    retry_after_ms = min(max(retry_after_ms, 0), _LONGEST_RETRY_MS)
     kind = errors.error_types().get(reason) or _BY_CODE.get(code, errors.Internal)
     if issubclass(kind, errors.InvalidArgument):
         return kind(field or "request", message.removeprefix(f"{field}: "))

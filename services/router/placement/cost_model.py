@@ -24,7 +24,7 @@ MEMORY_REPORTS = 64  # a report this old weighs 1/e
 PRIOR_WEIGHT = 0.5  # reports that a prior is worth
 ROLE_WEIGHT = 4.0  # reports of a worker that the rates of its role are worth
 # A rate is at most this many times its prior, and at least its inverse times the prior.
-_MAX_OFF = 1e4
+MAX_OFF = 1e4
 _FLOOR_MS = 0.05
 _SWEEPS = 6
 # A sweep that moves no rate by more than this share is the last: the next report continues.
@@ -42,7 +42,7 @@ class RateFit:
         self.rates = list(prior)
         self._prior: tuple[float, ...] = ()
         self.set_prior(prior, PRIOR_WEIGHT)
-        self._bounds = [(each / _MAX_OFF, each * _MAX_OFF) for each in prior]
+        self._bounds = [(each / MAX_OFF, each * MAX_OFF) for each in prior]
         self._keep = 1.0 - 1.0 / memory_reports
         # The normal equations of the quantities in any report so far; the rates of the others stay at their
         # priors.

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from services.router.placement.cost_model import DecodeFit, DecodeModel, PrefillFit, PrefillModel
+from services.router.placement.cost_model import MAX_OFF, DecodeFit, DecodeModel, PrefillFit, PrefillModel
 
 # A new worker has the rates of its role once the role has this many reports.
 _ROLE_REPORTS = 8
@@ -19,6 +19,8 @@ DECAY_S = 30.0
 
 # The rates before any report.
 _ANY_PREFILL = PrefillModel()
+# As far as a fit goes, so that a stated speed leads no further.
+_LEAST_TOKEN_MS, _MOST_TOKEN_MS = _ANY_PREFILL.token_ms / MAX_OFF, _ANY_PREFILL.token_ms * MAX_OFF
 _ANY_DECODE = DecodeModel()
 
 _Fit = TypeVar("_Fit", PrefillFit, DecodeFit)
@@ -41,7 +43,9 @@ class WorkerModels:
             return fit.model
         if self._all_prefill.reports >= _ROLE_REPORTS:
             return self._all_prefill.model
-        return replace(_ANY_PREFILL, token_ms=1e3 / tokens_per_s) if tokens_per_s else _ANY_PREFILL
+        if not tokens_per_s > 0:
+            return _ANY_PREFILL
+        return replace(_ANY_PREFILL, token_ms=min(max(1e3 / tokens_per_s, _LEAST_TOKEN_MS), _MOST_TOKEN_MS))
 
     def decode_model(self, worker: str) -> DecodeModel:
         """How fast the worker decodes and pulls."""

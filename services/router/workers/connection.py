@@ -15,15 +15,18 @@ from typing import Any, Protocol, TypeVar
 import grpc
 
 from libs.common.cluster.exit_reports import run_name
+from libs.common.cluster.load_report import keep_plausible
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.telemetry.paced_warnings import WARN_EVERY_S, PacedWarnings
 from services.router.workers.prefill_client import PrefillClient, PrefillListener, RemotePrefill
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream.enum_names import role_name, transport_name
+from slipstream.errors import Unavailable
 from slipstream.rpc.backoff import ANSWER_S, Backoff
 from slipstream.rpc.credential_fault import credential_fault, lasting_fault
 from slipstream.rpc.dial import PLAIN_DIAL, Dial
 from slipstream.rpc.names import wait_resolved
+from slipstream.rpc.rpc_errors import received
 from slipstream.v1 import common_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -34,6 +37,8 @@ STALE_AFTER_S = 3.0
 SILENCE_S = 2.0
 _STATUS_TIMEOUT_S = 5.0
 _LOAD_INTERVAL_MS = 50
+# Of reports that come faster, two are read in this time. A router that was late still catches up.
+LEAST_GAP_S = 0.01
 # What gRPC says of a peer whose kernel closed or refused the connection.
 _ENDED = ("connection refused", "connection reset", "socket closed")
 
@@ -219,11 +224,15 @@ class WorkerConnection:
                 async for response in self._stub.WatchLoad(
                     worker_pb2.WatchLoadRequest(min_interval_ms=_LOAD_INTERVAL_MS)
                 ):
+                    report = received(response, sender=self.worker.instance).load
                     self._following = True
-                    self._take(response.load)
+                    soon_s = self._reported_s + LEAST_GAP_S - self._clock()
+                    self._take(report)
                     backoff.succeeded()
                     answered_s = self._clock()
-            except _WrongWorker as error:
+                    if soon_s > 0:  # what it sends meanwhile waits there, or is never made
+                        await asyncio.sleep(soon_s)
+            except (_WrongWorker, Unavailable) as error:
                 answered_s = self._clock()
                 self._news.warn(
                     f"{self.key} is wrong", f"{self.worker.instance} at {self.worker.endpoint}: {error}"
@@ -250,7 +259,7 @@ class WorkerConnection:
             self._news.warn(self.key, f"{at}: {error.details()}")
 
     async def _identify(self) -> None:
-        status = await first_answer(self._ask_status)
+        status = received(await first_answer(self._ask_status), sender=self.worker.instance)
         named = (self.worker.role, self.worker.instance, self.worker.incarnation)
         role = role_name(status.role)
         if (role, status.instance, status.incarnation) != named:
@@ -271,7 +280,7 @@ class WorkerConnection:
     def _take(self, report: worker_pb2.LoadReport) -> None:
         if self.ready and report.sequence <= self._report.sequence:
             return
-        self._report = report
+        self._report = keep_plausible(report)
         self._reported_s = self._clock()
         self.draining = report.draining
         self.settle(has_ended=False)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import grpc
 
 from services.router.prefix_index.index import PrefixIndex
-from slipstream.block_view import EventMissed
+from slipstream.errors import Unavailable
 from slipstream.rpc.backoff import Backoff
+from slipstream.rpc.rpc_errors import received
 from slipstream.v1 import kv_events_pb2_grpc
 
 if TYPE_CHECKING:
@@ -49,12 +50,12 @@ class KvEventSubscriber:
             view = self._index.view(self._connection.key)
             try:
                 async for response in stub.WatchBlocks(view.resume()):
-                    view.apply(response)
+                    view.apply(received(response, sender=self._connection.worker.instance))
                     backoff.succeeded()
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     served = False
-            except (EventMissed, ValueError) as error:
+            except (Unavailable, ValueError) as error:
                 log.info(
                     "%s: %s; requesting a new snapshot of its blocks", self._connection.worker.instance, error
                 )

@@ -13,14 +13,19 @@ from collections.abc import Callable, Mapping
 import grpc
 
 from libs.common.cluster.discovery import Fleet
+from libs.common.cluster.load_report import keep_plausible
 from libs.common.cluster.worker_record import Role, Worker
 from services.router.workers.connection import STALE_AFTER_S
+from slipstream.errors import Unavailable
 from slipstream.rpc.backoff import ANSWER_S, Backoff
 from slipstream.rpc.dial import Dial
+from slipstream.rpc.rpc_errors import received
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+# Of the others the load counts as unknown: who writes into etcd may add thousands of false ones.
+MAX_PEERS = 256
 _INTERVAL_MS = 250
 # Processes that share a port are reached by chance: a dial per try, of about as many tries as processes.
 _TRIES = 16
@@ -70,7 +75,7 @@ class RouterPeers:
                 if routers.get(name) != self._peers[name].worker:
                     self._peers.pop(name).task.cancel()
             for name, worker in routers.items():
-                if name not in self._peers:
+                if name not in self._peers and len(self._peers) < MAX_PEERS:
                     peer = self._peers[name] = _PeerRouter(worker)
                     peer.task = asyncio.create_task(self._follow(peer), name=f"router-peer-{name}")
             seen = await self._members.wait_changed(seen)
@@ -87,19 +92,23 @@ class RouterPeers:
                         await self._read(peer, channel)
                 except grpc.aio.AioRpcError as error:
                     log.debug("router %s: %s", peer.worker.instance, error.details())
+                except Unavailable as error:
+                    log.debug("router %s", error)
                 break
             await asyncio.sleep(backoff.pause_s())
 
     async def _answers(self, peer: _PeerRouter, channel: grpc.aio.Channel) -> bool:
         """Whether the process at the other end is the peer."""
         stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
-        status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=ANSWER_S)
+        answer = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=ANSWER_S)
+        status = received(answer, sender=peer.worker.instance)
         return (status.instance, status.incarnation) == (peer.worker.instance, peer.worker.incarnation)
 
     async def _read(self, peer: _PeerRouter, channel: grpc.aio.Channel) -> None:
         stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
         async for response in stub.WatchLoad(worker_pb2.WatchLoadRequest(min_interval_ms=_INTERVAL_MS)):
-            peer.report, peer.reported_s = response.load, self._clock()
+            report = received(response, sender=peer.worker.instance).load
+            peer.report, peer.reported_s = keep_plausible(report), self._clock()
 
 
 class _PeerRouter:

@@ -8,11 +8,19 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
 
 from libs.common.rpc.serve import LIVENESS, READINESS, ServiceHost
 from slipstream import errors
 from slipstream.rpc.dial import dial
-from slipstream.rpc.rpc_errors import from_failure, from_rpc_error, to_failure
+from slipstream.rpc.rpc_errors import (
+    from_failure,
+    from_rpc_error,
+    names_pause,
+    to_failure,
+    to_status,
+)
 from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.support.stubs.partial_servicer import partial_servicer
 
@@ -140,3 +148,53 @@ async def test_reflection_lists_the_service() -> None:
 
     assert "slipstream.v1.RouterService" in await asyncio.to_thread(names)
     await host.stop(grace_s=0)
+
+
+_DETAILS = "grpc-status-details-bin"
+_LONG = duration_pb2.Duration(seconds=(1 << 63) - 1)
+
+
+def _packed(*details: Any, code: int = 8) -> bytes:
+    status = status_pb2.Status(code=code, message="said")
+    for detail in details:
+        status.details.add().Pack(detail)
+    return status.SerializeToString()
+
+
+_FALSE = any_pb2.Any(type_url="type.googleapis.com/google.rpc.RetryInfo", value=b"\xff")
+HOSTILE_DETAILS = {
+    "no message": b"\xff\xff\xff",
+    "another code": _packed(code=3),
+    "another text": status_pb2.Status(code=8, message="other").SerializeToString(),
+    "no detail": status_pb2.Status(code=8, message="said", details=[_FALSE]).SerializeToString(),
+    "a long pause": _packed(error_details_pb2.RetryInfo(retry_delay=_LONG)),
+    "a pause in the past": _packed(
+        error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=-5))
+    ),
+}
+
+
+@pytest.mark.parametrize("details", HOSTILE_DETAILS.values(), ids=HOSTILE_DETAILS)
+async def test_false_details_of_a_peer_leave_a_typed_error_that_can_be_passed_on(details: bytes) -> None:
+    async def refuse(request: bytes, context: Any) -> None:
+        context.set_trailing_metadata(((_DETAILS, details),))
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "said")
+
+    class Refusing(grpc.GenericRpcHandler):
+        def service(self, handler_call_details: Any) -> Any:
+            return grpc.unary_unary_rpc_method_handler(refuse)
+
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Refusing(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with dial(f"127.0.0.1:{port}") as channel:
+        stub: router_pb2_grpc.RouterServiceAsyncStub = router_pb2_grpc.RouterServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await stub.ListModels(router_pb2.ListModelsRequest(), timeout=30)
+    await server.stop(None)
+    error = from_rpc_error(failed.value)
+    assert isinstance(error, errors.Overloaded) and error.message == "said"
+    assert isinstance(names_pause(failed.value), bool)
+    assert to_status(error).details == "said"
+    assert to_failure(error).retry_after_ms == error.retry_after_ms
