@@ -16,6 +16,7 @@ processes count for nothing. A process whose report is missing counts like the m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from statistics import median_low
 
 from libs.common.cluster.worker_record import Role
 from services.router.autoscale.types import Aims, AutoscalePolicy, Recommendation, Signal, WorkerLoad
@@ -28,6 +29,8 @@ IDLE_SHARE = 0.25
 STEP_SEQUENCES = 4
 # While no prefill worker has computed anything yet.
 ASSUMED_PREFILL_TOKENS_PER_S = 5_000.0
+# A worker is at most so many times as fast as its tier's median.
+_MOST_RATES = 4
 _MIB = 1 << 20
 
 Reports = Sequence[worker_pb2.LoadReport]
@@ -105,7 +108,7 @@ def _with_bound(found: Recommendation) -> Recommendation:
 def _prefill(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
     reports, routers = _reports(fleet, Role.PREFILL), _reports(fleet, Role.ROUTER)
     rates = [report.prefill_tokens_per_s for report in reports if report.prefill_tokens_per_s > 0]
-    tokens_per_s = _mean(rates) or ASSUMED_PREFILL_TOKENS_PER_S
+    tokens_per_s = _mean_bounded(rates) or ASSUMED_PREFILL_TOKENS_PER_S
     tokens = sum(map(_queued_tokens, reports)) / len(reports)
     tokens += sum(report.prefill_tokens_in_flight for report in routers) / _replicas(fleet, Role.PREFILL)
     return [
@@ -117,10 +120,8 @@ def _prefill(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
 
 def _decode(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
     reports, routers = _reports(fleet, Role.DECODE), _reports(fleet, Role.ROUTER)
-    blocks = sum(r.blocks_held + r.blocks_cached + r.blocks_free for r in reports)
-    held = sum(report.blocks_held for report in reports)
     signals = [
-        Signal("kv_share", held / blocks if blocks else 0.0, aims.kv_share, "", "of the KV blocks held"),
+        Signal("kv_share", _mean(_held_shares(reports)), aims.kv_share, "", "of the KV blocks held"),
         _steps(reports, aims),
         _jobs(fleet, Role.DECODE, aims),
     ]
@@ -215,6 +216,18 @@ def _reports(fleet: Sequence[WorkerLoad], role: Role) -> list[worker_pb2.LoadRep
 
 def _replicas(fleet: Sequence[WorkerLoad], role: Role) -> int:
     return len({worker.replica for worker in fleet if worker.role is role})
+
+
+def _held_shares(reports: Reports) -> list[float]:
+    """The share of its blocks that each worker holds, of those that know their blocks."""
+    blocks = [(each.blocks_held, each.blocks_cached + each.blocks_free) for each in reports]
+    return [held / (held + others) for held, others in blocks if held + others]
+
+
+def _mean_bounded(rates: Sequence[float]) -> float:
+    """The mean rate, to which none adds more than a few usual ones: a false one hides no queue."""
+    most = _MOST_RATES * median_low(rates) if rates else 0.0
+    return _mean([min(rate, most) for rate in rates])
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libs.common.cluster.load_report import keep_plausible
 from libs.common.cluster.worker_record import Role
 from services.router.autoscale.decision import (
     is_active,
@@ -22,6 +23,7 @@ from slipstream.v1 import worker_pb2
 from tests.router.autoscale.loads import FLEETS, SEEDS, more_load, tier, worker
 
 MIB = 1 << 20
+RATES_AND_SHARES = ("prefill_tokens_per_s", "decode_step_ms", "busy_share", "event_loop_delay_ms")
 POLICY = AutoscalePolicy(limits={role: TierLimits(1, 10_000) for role in Role})
 BUSY = 0.5
 
@@ -115,6 +117,23 @@ def test_an_idle_fleet_wants_the_least(role: Role) -> None:
     for least in (0, 1, 2):
         found = recommend(fleet, role, AutoscalePolicy(limits={role: TierLimits(least, 8)}))
         assert found.wanted == max(least, int(role is Role.ROUTER))
+
+
+@given(st.floats(), st.integers(0, (1 << 40)))
+def test_one_false_worker_hides_no_load_of_the_others(figure: float, blocks: int) -> None:
+    """Three of four workers need more of their tier, whatever the fourth one says."""
+    loads = {
+        Role.PREFILL: {"requests_running": 2, "prefill_tokens_in_flight": 10**6, "prefill_tokens_per_s": 1e4},
+        Role.DECODE: {"blocks_held": 90, "blocks_free": 10},
+        Role.ROUTER: {"busy_share": 1.0},
+    }
+    for role, fields in loads.items():
+        false = worker(role, 3, blocks_free=blocks, **dict.fromkeys(RATES_AND_SHARES, figure))
+        assert false.report is not None
+        keep_plausible(false.report)
+        found = recommend([*tier(role, 3, **fields), false], role, POLICY)
+        assert found.wanted >= (3 if role is Role.DECODE else 4), found.reason
+        assert found.wanted <= 10_000
 
 
 # ---- targets can be reached: each signal alone asks for more than HPA tolerates
