@@ -211,7 +211,7 @@ class RouterServer:
             pipeline.fleet,
             pipeline.peers,
             calls,
-            own=options.instance,
+            own=self._record,
             model=pipeline.card.name,
             load=self.load,
         )

@@ -15,6 +15,9 @@ SILENT = fleet_pb2.PROCESS_STATE_SILENT
 DRAINING = fleet_pb2.PROCESS_STATE_DRAINING
 _KVSTORE = role_value(Role.KVSTORE)
 
+# Of the routers, and of the processes that leave. The answer stays below what a message may have.
+MAX_SHOWN = 1024
+
 Reports = Mapping[str, worker_pb2.LoadReport | None]
 
 
@@ -42,6 +45,22 @@ def fleet_processes(
         if process.role == _KVSTORE and process.HasField("load") and is_empty:
             load.blocks_free = rooms.get(process.instance, 0)
     return sorted(found, key=lambda process: (process.role, process.instance))
+
+
+def shown_members(members: FleetSnapshot, own: Worker) -> FleetSnapshot:
+    """The members as this router shows them: its own record as it made it, and a bounded number of others.
+
+    Whoever writes into etcd can replace a record, and add thousands.
+    """
+
+    def bounded(workers: Iterable[Worker]) -> list[Worker]:
+        found = list(workers)
+        mine = [own for worker in found if worker.key == own.key]
+        return mine + [worker for worker in found if worker.key != own.key][: MAX_SHOWN - len(mine)]
+
+    others = [worker for worker in members.workers if worker.role is not Role.ROUTER]
+    routers = bounded(members.with_role(Role.ROUTER))
+    return FleetSnapshot.of((*others, *routers), members.suspects, bounded(members.leaving))
 
 
 def find_process(members: FleetSnapshot, role: str, instance: str) -> Worker | None:

@@ -10,8 +10,9 @@ from typing import Any
 import grpc
 
 from libs.common.cluster.discovery import Fleet
+from libs.common.cluster.worker_record import Worker
 from libs.common.rpc.access import current_caller
-from services.router.operators.fleet_report import find_process, fleet_processes
+from services.router.operators.fleet_report import find_process, fleet_processes, shown_members
 from services.router.operators.process_calls import ProcessCalls
 from services.router.workers.fleet import RouterFleet
 from services.router.workers.router_peers import RouterPeers
@@ -20,6 +21,8 @@ from slipstream.errors import InvalidArgument, NotFound
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2
 
 SERVICE_NAME = "slipstream.v1.FleetService"
+# Processes that leave and are asked for their load; the others are shown without it.
+MAX_ASKED_LEAVING = 64
 
 
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):
@@ -32,11 +35,11 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         peers: RouterPeers,
         calls: ProcessCalls,
         *,
-        own: str,
+        own: Worker,
         model: str,
         load: Callable[[], worker_pb2.LoadReport],
     ) -> None:
-        """`own`, `load`: the name and the report of this router. `model`: the name that clients use."""
+        """`own`, `load`: the record and the report of this router. `model`: the name that clients use."""
         self._members = members
         self._fleet = fleet
         self._peers = peers
@@ -48,19 +51,20 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     async def GetFleet(
         self, request: fleet_pb2.GetFleetRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> fleet_pb2.GetFleetResponse:
-        members = self._members.current
-        own = {self._own: self._load()}
-        asked = [worker for worker in members.leaving if worker.instance != self._own]
+        members = shown_members(self._members.current, self._own)
+        own = {self._own.instance: self._load()}
+        asked = [worker for worker in members.leaving if worker.key != self._own.key][:MAX_ASKED_LEAVING]
         reports = await asyncio.gather(*(self._calls.report(worker) for worker in asked))
         leaving = {worker.key: report for worker, report in zip(asked, reports, strict=True)}
+        leaving[self._own.key] = own[self._own.instance]
         return fleet_pb2.GetFleetResponse(
-            router=self._own,
+            router=self._own.instance,
             model=self._model,
             processes=fleet_processes(
                 members,
                 self._fleet.links(),
                 routers={**self._peers.reports(), **own},
-                leaving=lambda worker: leaving.get(worker.key, own.get(worker.instance)),
+                leaving=lambda worker: leaving.get(worker.key),
             ),
         )
 
@@ -70,7 +74,8 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
         if not request.instance:
             raise InvalidArgument("instance", "is empty")
         role = role_name(request.role)
-        worker = find_process(self._members.current, role, request.instance)
+        members = shown_members(self._members.current, self._own)
+        worker = find_process(members, role, request.instance)
         if worker is None:
             raise NotFound(f"no {role} process {request.instance!r} is in the fleet", field="instance")
         responses = self._calls.call(

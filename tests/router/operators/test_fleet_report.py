@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from libs.common.cluster.worker_record import FleetSnapshot, Role, Worker
-from services.router.operators.fleet_report import fleet_processes
+from services.router.operators.fleet_report import (
+    MAX_SHOWN,
+    find_process,
+    fleet_processes,
+    shown_members,
+)
 from slipstream.cli.top.rows import view_of
 from slipstream.v1 import fleet_pb2, worker_pb2
 
@@ -39,3 +45,14 @@ def test_a_node_with_blocks_shows_what_it_reports(blocks: dict[str, Any]) -> Non
 def test_no_room_is_made_up() -> None:
     assert not store_of(None, DECODE).HasField("load")
     assert store_of(worker_pb2.LoadReport()).load == worker_pb2.LoadReport(), "no worker states a size"
+
+
+def test_a_router_shows_a_bounded_number_of_records_and_its_own_in_any_case() -> None:
+    own = Worker(Role.ROUTER, "z", "127.0.0.1:1", "mine")
+    false = [Worker(Role.ROUTER, f"r-{number}", "h:1", "i") for number in range(2 * MAX_SHOWN)]
+    leaving = [Worker(Role.DECODE, f"d-{number}", "h:1", "i") for number in range(2 * MAX_SHOWN)]
+    stated = replace(own, endpoint="evil.test:1")
+    seen = shown_members(FleetSnapshot.of([*false, stated, DECODE], leaving=leaving), own)
+    assert len(seen.with_role(Role.ROUTER)) == len(seen.leaving) == MAX_SHOWN
+    assert find_process(seen, "router", "z") == own
+    assert find_process(seen, "decode", DECODE.instance) == DECODE

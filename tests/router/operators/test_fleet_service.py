@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 
 from libs.common.cluster.discovery import InMemoryDiscovery
-from libs.common.cluster.worker_record import Role
+from libs.common.cluster.worker_record import Role, Worker
 from services.router.operators.process_calls import OPERATOR_METHODS
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.cli.fleet.fleet_client import FleetClient, key_of, state_name
 from slipstream.enum_names import role_value
-from slipstream.errors import InvalidArgument, NotFound, Unauthenticated
+from slipstream.errors import InvalidArgument, NotFound, Unauthenticated, Unavailable
 from slipstream.rpc.caller_class import CallerClass
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import Dial, dial
@@ -26,6 +27,7 @@ from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.router.autoscale.test_scaler import running_router
 from tests.router.conftest import WAIT_S, eventually
 from tests.router.support.fake_workers import FakeWorker
+from tests.router.workers.test_lying_workers import GarbageWorker, serving
 
 SECRET = ClusterSecret(b"0123456789abcdef0123456789abcdef")
 
@@ -123,3 +125,52 @@ def test_only_methods_of_operators_and_reads_of_peers_are_passed_on() -> None:
         "VerifyBlocks",
         "DropBlocks",
     }
+
+
+async def test_a_change_reaches_no_other_process_than_the_named_one(card: ModelCard) -> None:
+    """The record of a worker that has ended names an address that another one has now, or a false one."""
+    async with running_fleet(card) as (router, worker):
+        worker.held.clear()
+        stale = replace(worker.worker, instance="decode-1", incarnation="another")
+        router._discovery.announce(stale)
+        client = client_of(router)
+        await eventually(lambda: router.pipeline.members.current.find(Role.DECODE, "decode-1") is not None)
+        async with client.process_dial()("decode/decode-1") as channel:
+            stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
+            for method, request in (
+                (stub.Drain, worker_pb2.DrainRequest(exit=True)),
+                (stub.Undrain, worker_pb2.UndrainRequest()),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as failed:
+                    await method(request, timeout=WAIT_S)
+                error = from_rpc_error(failed.value)
+                assert isinstance(error, Unavailable)
+                assert "'decode/decode-0' answers at" in error.message
+            status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=WAIT_S)
+            assert status.instance == "decode-0", "a read says who answers"
+        assert not worker.service.draining
+
+
+async def test_false_records_hide_no_router_and_keep_no_answer_back(card: ModelCard) -> None:
+    """The first one replaces this router's record; the others leave, and send what is no message."""
+    async with (
+        running_fleet(card) as (router, _),
+        serving(GarbageWorker(Worker(Role.DECODE, "x", "h:1", "i"))) as evil,
+    ):
+        discovery = router._discovery
+        for number in range(200):
+            false = Worker(Role.DECODE, f"false-{number}", evil, "i")
+            discovery.announce(false)
+            await discovery.withdraw(false)
+        discovery.announce(Worker(Role.ROUTER, "router-0", evil, "another", admin=evil))
+        known = router.pipeline.members
+        await known.wait_until(lambda fleet: len(fleet.leaving) == 200, timeout_s=WAIT_S)
+        found = {key_of(each): each for each in (await client_of(router).get(timeout_s=WAIT_S)).processes}
+        assert len(found) == 202
+        assert found["router/router-0"].client_endpoint == router.host.endpoint
+        assert found["router/router-0"].endpoint == router.admin.endpoint
+        async with client_of(router).process_dial()("router/router-0") as channel:
+            stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
+            assert (
+                await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=WAIT_S)
+            ).instance == "router-0"
