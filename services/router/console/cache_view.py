@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from libs.common.cluster.placement_record import Placement, SessionId
@@ -22,6 +22,15 @@ _STORE_TIERS = (("memory", "dram", "dram_bytes"), ("pool", "pool", ""), ("disk",
 _EVICTED = f"{_KVSTORE}evictions_total"
 _REREQUESTED = tuple(f"{_KVSTORE}evicted_rerequested{tier}_total" for tier in ("", "_nvme", "_pool"))
 _STORES = ("dram", "nvme", "pool")
+_COUNTERS = (
+    _EVICTED,
+    *_REREQUESTED,
+    *(f"{_KVSTORE}{kind}_{tier}" for kind in ("blocks", "bytes") for tier in _STORES),
+    *(f"{_KVSTORE}hits_{tier}_total" for tier in _STORES),
+)
+# Sums of a fleet stay whole numbers.
+_MAX_TOTAL = 1 << 53
+_MAX_POLICIES = 8  # of a node: one for each tier
 
 
 class CacheView:
@@ -54,7 +63,7 @@ class CacheView:
         answers = [(worker, status.counters) for worker, status in stores if status is not None]
         totals: Counter[str] = Counter()
         for _, counters in answers:
-            totals.update({name: value for name, value in counters.items() if name.startswith(_KVSTORE)})
+            totals.update(dict(known_totals(counters)))
         return {
             "tiers": [
                 *self._engine_tiers(block_tokens),
@@ -68,7 +77,7 @@ class CacheView:
                 {"instance": worker.instance, "tier": tier, "policy": policy}
                 for worker, status in stores
                 if status is not None
-                for tier, policy in sorted(status.eviction_policies.items())
+                for tier, policy in sorted(status.eviction_policies.items())[:_MAX_POLICIES]
                 if policy
             ],
             "sessions": sessions,
@@ -93,6 +102,13 @@ class CacheView:
     def _block_tokens(self) -> int:
         fingerprint = self._fleet.fingerprint()
         return fingerprint.block_tokens or 64 if fingerprint is not None else 64
+
+
+def known_totals(counters: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+    """The counters that this page sums. A figure of a node that is no amount counts as none."""
+    for name in _COUNTERS:
+        value = counters.get(name, 0)
+        yield name, value if 0 <= value <= _MAX_TOTAL else 0
 
 
 def store_tiers(totals: Mapping[str, float], nodes: Sequence[Worker]) -> list[dict[str, Any]]:

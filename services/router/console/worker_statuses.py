@@ -12,9 +12,12 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from libs.common.cluster.discovery import Fleet
+from libs.common.cluster.load_report import keep_plausible
 from libs.common.cluster.worker_record import Role, Worker
+from slipstream.errors import Unavailable
 from slipstream.rpc.dial import Dial
 from slipstream.rpc.names import is_name
+from slipstream.rpc.rpc_errors import received
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -89,14 +92,20 @@ class WorkerStatuses:
                 stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(
                     self._channel(worker.endpoint)
                 )
-                answer = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_ANSWER_S)
+                given = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_ANSWER_S)
+                answer = received(given, sender=worker.instance)
             except grpc.aio.AioRpcError as error:
                 log.debug("%s: %s", worker.instance, error.details())
                 self._answers.pop(_run_of(worker), None)
                 if error.code() is grpc.StatusCode.UNAVAILABLE and is_name(worker.endpoint):
                     self._unreachable.add(worker.endpoint)
                 return
+            except Unavailable as error:
+                log.debug("%s", error)
+                self._answers.pop(_run_of(worker), None)
+                return
         if answer.incarnation == worker.incarnation:
+            keep_plausible(answer.load)
             self._answers[_run_of(worker)] = answer
 
     def _channel(self, endpoint: str) -> grpc.aio.Channel:

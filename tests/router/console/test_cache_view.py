@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import aiohttp
 import pytest
 
 from libs.common.cluster.worker_record import Role, Worker
-from services.router.console.cache_view import cached_by_source, store_tiers
+from services.router.console.cache_view import cached_by_source, known_totals, store_tiers
 from services.router.server import RouterServer
 from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.fake_workers import BLOCK_TOKENS
@@ -20,6 +22,18 @@ COUNTERS = {
     "slipstream_kvstore_evicted_rerequested_total": 5,
     "slipstream_kvstore_evicted_rerequested_nvme_total": 1,
 }
+
+
+FALSE = [math.nan, math.inf, -math.inf, -1.0, 1e308]
+
+
+@pytest.mark.parametrize("figure", FALSE)
+def test_a_false_figure_of_a_node_counts_as_none_and_other_names_not_at_all(figure: float) -> None:
+    stated = dict.fromkeys([*COUNTERS, "slipstream_kvstore_made_up"], figure)
+    totals = dict(known_totals(stated))
+    assert set(totals.values()) == {0} and "slipstream_kvstore_made_up" not in totals
+    assert COUNTERS.items() <= dict(known_totals(COUNTERS)).items()
+    assert store_tiers(totals, [node(dram_bytes=1)])[0]["blocks_used"] == 0
 
 
 def node(**capacity: int) -> Worker:
