@@ -21,6 +21,11 @@ MAX_RECORD_BYTES = 16 << 10
 _TEXTS = ("region", "session_digest", "admin", "admin_http")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _TEXT = re.compile(r"[!-~]{0,512}")
+# Ports that a process may lack; pages link to them, and Prometheus and operators' calls go there.
+_ADMIN_PORTS = ("admin", "admin_http")
+# Every router keeps the capacities of every process and shows them to operators.
+_CAPACITY = re.compile(r"[a-z0-9_]{1,64}")
+_MAX_CAPACITIES = 32
 # Of one capacity. Sums and products of such numbers stay finite as floats.
 _MAX_AMOUNT = 1 << 53
 
@@ -131,12 +136,18 @@ def decode_worker(key: str, value: bytes) -> DecodedRecord:
 
 def _check(record: Mapping[str, object], capacity: Mapping[str, int]) -> None:
     """Raise ValueError for a record that its readers could not dial, show or count with."""
-    if not audience_of(str(record["endpoint"])):
-        raise ValueError("the endpoint is no host:port")
+    for name in ("endpoint", *_ADMIN_PORTS):
+        address = str(record.get(name, ""))
+        if not audience_of(address) and (address or name == "endpoint"):
+            raise ValueError(f"the {name} is no host:port")
     for name in ("incarnation", *_TEXTS):
         if not _TEXT.fullmatch(str(record.get(name, ""))):
             raise ValueError(f"{name} must be at most 512 printable ASCII characters")
+    if len(capacity) > _MAX_CAPACITIES:
+        raise ValueError(f"{len(capacity)} capacities, more than {_MAX_CAPACITIES}")
     for name, amount in capacity.items():
+        if not _CAPACITY.fullmatch(name):
+            raise ValueError(f"{name[:64]!r} is no name of a capacity")
         if not (name == "block_tokens") <= amount <= _MAX_AMOUNT:
             raise ValueError(f"the capacity {name!r} is out of range")
 

@@ -37,7 +37,9 @@ WORKERS = st.builds(
     endpoint=st.from_regex(r"([a-z0-9._-]{1,20}|\[::1\]):[0-9]{1,4}", fullmatch=True),
     incarnation=st.from_regex(r"[!-~]{0,20}", fullmatch=True),
     fingerprint=st.binary(max_size=16),
-    capacity=st.dictionaries(st.text(max_size=10), st.integers(1, 2**40), max_size=3),
+    capacity=st.dictionaries(
+        st.from_regex("[a-z0-9_]{1,10}", fullmatch=True), st.integers(1, 2**40), max_size=3
+    ),
 )
 
 
@@ -58,6 +60,7 @@ def test_a_malformed_worker_record_raises_value_error(value: bytes) -> None:
     assert may_replace(value, encode_worker(decode(0)))
 
 
+_RECORD = b'{"endpoint":"h:1","incarnation":"%s","fingerprint":"","capacity":{%s}}'
 HOSTILE_RECORDS = {
     "infinite": b'{"endpoint":"h:1","incarnation":"i","fingerprint":"","capacity":{"kv_blocks":1e999}}',
     "too large": b'{"endpoint":"h:1","incarnation":"i","fingerprint":"","capacity":{"max_batch":1%s}}'
@@ -67,6 +70,10 @@ HOSTILE_RECORDS = {
     "surrogate": b'{"endpoint":"\\ud800:1","incarnation":"i","fingerprint":"","capacity":{}}',
     "port": b'{"endpoint":"h:70000","incarnation":"i","fingerprint":"","capacity":{}}',
     "scheme": b'{"endpoint":"unix:///s","incarnation":"i","fingerprint":"","capacity":{}}',
+    "name of a capacity": _RECORD % (b"i", b'"\\ud800":1'),
+    "markup": _RECORD % (b'i","admin":"[/x]', b""),
+    "page": _RECORD % (b'i","admin_http":"evil.test/a?', b""),
+    "capacities": _RECORD % (b"i", b",".join(b'"c%d":1' % number for number in range(33))),
     "control": b'{"endpoint":"h:1","incarnation":"\\u001b[2J","fingerprint":"","capacity":{}}',
 }
 
