@@ -13,6 +13,7 @@ from libs.common.cluster.discovery import EtcdDiscovery
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.etcd.access import EtcdAccess
 from slipstream.cluster_record import ClusterRecord
+from slipstream.rpc.hosts import host_of
 from supervisor.process import ProcessState
 
 
@@ -39,7 +40,9 @@ def scrape_targets(record: ClusterRecord, routers: Iterable[Worker]) -> list[dic
             continue
         ports = {process.instance: process.admin_http}
         for each in routers:
-            if each.admin_http and each.instance.startswith(f"{process.instance}."):
+            is_of_it = each.instance.startswith(f"{process.instance}.")
+            # Prometheus dials what this file names: a record in etcd may name no other machine.
+            if is_of_it and host_of(each.admin_http) == host_of(process.admin_http):
                 ports[each.instance] = each.admin_http
         scheme = record.http_scheme(process.role)
         found += [_target(process.role, *port, scheme=scheme) for port in ports.items()]

@@ -65,6 +65,7 @@ def test_prometheus_finds_every_process_of_a_router() -> None:
         announced("router-10.1", "127.0.0.1:101"),
         announced("router-2.1", "127.0.0.1:14"),  # of a drained router
         announced("elsewhere", "10.0.0.1:9090"),
+        announced("router-1.9", "10.0.0.1:9090"),  # a false record, to which Prometheus would send its token
     ]
     targets = scrape_targets(record(*ready, process("router-2", "drained", "127.0.0.1:2")), routers)
     assert [(each["targets"], each["labels"]) for each in targets] == [
