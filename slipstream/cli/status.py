@@ -15,10 +15,11 @@ from slipstream.cli.chat.harmless_text import harmless_line
 from slipstream.cli.fleet.fleet_client import ASK_TIMEOUT_S as ROUTED_TIMEOUT_S
 from slipstream.cli.fleet.fleet_client import FleetClient, fleet_dict, key_of
 from slipstream.cli.port_error import port_error
-from slipstream.cli.tables import figures_table, print_table
+from slipstream.cli.tables import cell, figures_table, print_table
 from slipstream.enum_names import role_name, transport_name
 from slipstream.errors import DeadlineExceeded, SlipstreamError, Unavailable
 from slipstream.rpc.dial import OpenChannel
+from slipstream.rpc.rpc_errors import received
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 ASK_TIMEOUT_S = 2.0
@@ -71,10 +72,11 @@ def _table(endpoints: Sequence[str], statuses: Sequence[Mapping[str, Any] | None
     table = figures_table(("worker", "endpoint", "state"), ("RSS MB", *LOAD_COLUMNS))
     for endpoint, status in zip(endpoints, statuses, strict=True):
         if status is None:
-            table.add_row("-", endpoint, "no answer", "-", *load_cells({}))
+            table.add_row("-", cell(endpoint), "no answer", "-", *load_cells({}))
         else:
             rss_mb = f"{int(status['rss_bytes']) / 1e6:.0f}"
-            table.add_row(status["instance"], endpoint, answer_state(status), rss_mb, *load_cells(status))
+            name, state = cell(status["instance"]), answer_state(status)
+            table.add_row(name, cell(endpoint), state, rss_mb, *load_cells(status))
     return table
 
 
@@ -86,7 +88,7 @@ async def show_fleet(client: FleetClient, *, as_json: bool) -> None:
         return
     table = figures_table(("worker", "endpoint", "state"), LOAD_COLUMNS)
     for row in fleet["processes"]:
-        table.add_row(row["instance"], row["endpoint"], row["state"], *load_cells(row))
+        table.add_row(cell(row["instance"]), cell(row["endpoint"]), row["state"], *load_cells(row))
     print(harmless_line(f"{fleet['model']}, as {fleet['router']} sees it"))
     print_table(table)
 
@@ -134,9 +136,12 @@ async def ask_status(endpoint: str, dial: OpenChannel) -> worker_pb2.GetStatusRe
     async with dial(endpoint) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
-            return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=ASK_TIMEOUT_S)
+            answer = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=ASK_TIMEOUT_S)
+            return received(answer, sender="the process")
         except grpc.aio.AioRpcError as error:
             return port_error(error)
+        except Unavailable as error:
+            return error
 
 
 def status_dict(answer: worker_pb2.GetStatusResponse) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def _worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
     table = figures_table(("worker", "state"), ("pid", "restarts", "RSS MB", *LOAD_COLUMNS))
     for worker in workers:
         cells = [
-            worker["instance"],
+            cell(worker["instance"]),
             _state(worker),
             str(worker["pid"] or "-"),
             str(worker["restarts"]),

@@ -17,12 +17,13 @@ import supervisor
 from slipstream.cli import app as command_line
 from slipstream.cli import usage
 from slipstream.cli.jobs.progress import print_document, print_jobs
-from slipstream.cli.status import print_troubles
+from slipstream.cli.status import _table, print_troubles, status_dict
 from slipstream.cli.tables import cell, figures_table, print_table
 from slipstream.cli.top.screen import ScreenState, screen_lines
 from slipstream.errors import Unavailable
 from slipstream.jobs.messages import SubmittedJob
 from slipstream.metering.usage import UsageRecord
+from slipstream.v1 import worker_pb2
 from supervisor.commands import status
 
 # It reverses what follows, begins a sequence as one character and as two, and is markup for rich.
@@ -43,6 +44,12 @@ def test_status_shows_sessions_and_troubles(capsys: pytest.CaptureFixture[str]) 
     status._print_sessions([{**row, "block_count": 1, "epoch": 2}])
     print_troubles({"decode-0": EVIL})
     check(capsys.readouterr().out, count=6)
+
+
+def test_status_shows_what_processes_call_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    said = worker_pb2.GetStatusResponse(instance=EVIL, load=worker_pb2.LoadReport())
+    print_table(_table([EVIL], [status_dict(said)]))
+    check(capsys.readouterr().out, count=2)
 
 
 def test_jobs_shows_references(capsys: pytest.CaptureFixture[str]) -> None:

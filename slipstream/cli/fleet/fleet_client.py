@@ -13,6 +13,7 @@ from slipstream.cli.port_error import OPERATORS_CREDENTIAL, port_error
 from slipstream.enum_names import role_name
 from slipstream.errors import InvalidArgument, NotFound, SlipstreamError, Unavailable
 from slipstream.rpc.dial import OpenChannel
+from slipstream.rpc.rpc_errors import received
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 
 ASK_TIMEOUT_S = 5.0
@@ -91,7 +92,8 @@ class FleetClient:
         async with self._dial(router) as channel:
             stub: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(channel)
             try:
-                return await stub.GetFleet(fleet_pb2.GetFleetRequest(), timeout=timeout_s)
+                answer = await stub.GetFleet(fleet_pb2.GetFleetRequest(), timeout=timeout_s)
+                return received(answer, sender=router)
             except grpc.aio.AioRpcError as error:
                 raise port_error(error, credential=self._credential) from None
 

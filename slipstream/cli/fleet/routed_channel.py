@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from slipstream.enum_names import role_value
 from slipstream.errors import Unavailable
@@ -76,7 +77,8 @@ class _RoutedChannel(grpc.aio.Channel):
             wrapped = fleet_pb2.CallProcessRequest(
                 role=self._role, instance=self._instance, method=method, message=serialize(request)
             )
-            return _RoutedStream(self._stub.CallProcess(wrapped, timeout=timeout or _LONGEST_S), parse)
+            started = self._stub.CallProcess(wrapped, timeout=timeout or _LONGEST_S)
+            return _RoutedStream(started, parse, self._instance)
 
         return call
 
@@ -90,13 +92,20 @@ class _RoutedChannel(grpc.aio.Channel):
 class _RoutedStream:
     """The responses of one call, with what of gRPC's interface callers use."""
 
-    def __init__(self, call: Any, parse: Callable[[bytes], Any]) -> None:
+    def __init__(self, call: Any, parse: Callable[[bytes], Any], instance: str) -> None:
         self._call = call
         self._parse = parse
+        self._instance = instance
 
     async def __aiter__(self) -> AsyncIterator[Any]:
+        """Raises Unavailable for what is no message: the router passes on what the process sends."""
         async for response in self._call:
-            yield self._parse(response.message)
+            try:
+                message = self._parse(response.message)
+            except DecodeError:
+                self._call.cancel()
+                raise Unavailable(f"{self._instance} sent what is no answer to this call") from None
+            yield message
 
     def cancel(self) -> bool:
         """End the call."""

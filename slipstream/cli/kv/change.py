@@ -13,6 +13,7 @@ from slipstream.block_hashes import unpack_hashes
 from slipstream.cli.chat.harmless_text import harmless_line
 from slipstream.cli.kv.nodes import Nodes, ask_all
 from slipstream.cli.tables import figures_table, print_table
+from slipstream.errors import DataCorrupt
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 
 _VERIFY_S = 3600.0
@@ -29,7 +30,7 @@ async def verify_blocks(nodes: Nodes, hashes: bytes, *, as_json: bool) -> bool:
         async for last in kvstore_pb2_grpc.KvstoreServiceStub(channel).VerifyBlocks(
             request, timeout=_VERIFY_S
         ):
-            corrupt += [block_hash.hex() for block_hash in unpack_hashes(last.corrupt)]
+            corrupt += [block_hash.hex() for block_hash in _hashes(last.corrupt)]
             if not last.last:
                 print(f"slipstream: {last.verified} of {last.copies} verified", file=sys.stderr)
         return {"verified": last.verified, "corrupt": corrupt, "unreadable": last.unreadable}
@@ -42,6 +43,14 @@ async def verify_blocks(nodes: Nodes, hashes: bytes, *, as_json: bool) -> bool:
             for block_hash in row.get("corrupt", ()):
                 print(f"{row['node']}: {block_hash} was corrupt and is dropped")
     return any(row["error"] or row["corrupt"] for row in rows)
+
+
+def _hashes(packed: bytes) -> list[bytes]:
+    """Raises DataCorrupt."""
+    try:
+        return unpack_hashes(packed)
+    except ValueError as error:
+        raise DataCorrupt(f"the node named blocks that cannot be read: {error}") from None
 
 
 async def drop_blocks(nodes: Nodes, hashes: bytes, *, as_json: bool) -> None:

@@ -13,7 +13,7 @@ from slipstream.cli.access import OperatorAccess
 from slipstream.cli.fleet.fleet_client import key_of
 from slipstream.cluster_record import ClusterRecord, read_record
 from slipstream.enum_names import role_name
-from slipstream.errors import InvalidArgument, NotFound
+from slipstream.errors import InvalidArgument, NotFound, SlipstreamError
 from slipstream.rpc.dial import OpenChannel
 from slipstream.rpc.rpc_errors import from_rpc_error
 
@@ -89,5 +89,7 @@ async def ask_all(
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     return NodeReply(name, None, "is no KV store node")
                 return NodeReply(name, None, from_rpc_error(error).message)
+            except SlipstreamError as error:  # another node's answer is worth showing all the same
+                return NodeReply(name, None, error.message)
 
     return list(await asyncio.gather(*(one(name, endpoint) for name, endpoint in nodes.endpoints.items())))

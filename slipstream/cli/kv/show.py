@@ -8,11 +8,12 @@ from typing import Any
 
 import grpc
 
-from slipstream.block_view import BlockView
+from slipstream.block_view import BlockView, EventMissed
 from slipstream.cli.chat.harmless_text import harmless_line
 from slipstream.cli.kv.nodes import NodeReply, Nodes, ask_all
 from slipstream.cli.status import check_all_answered
 from slipstream.cli.tables import figures_table, print_table
+from slipstream.errors import DataCorrupt
 from slipstream.v1 import kv_events_pb2_grpc, worker_pb2, worker_pb2_grpc
 from slipstream.v1.common_pb2 import CacheTier
 
@@ -121,11 +122,15 @@ async def _held(channel: grpc.aio.Channel) -> dict[int, set[bytes]]:
     """The blocks of a node by tier, from the snapshot that a new watcher gets."""
     view = BlockView()
     call = kv_events_pb2_grpc.KvEventServiceStub(channel).WatchBlocks(view.resume(), timeout=_LIST_S)
-    async for response in call:
-        view.apply(response)
-        if view.incarnation:
-            break
-    call.cancel()
+    try:
+        async for response in call:
+            view.apply(response)
+            if view.incarnation:
+                break
+    except (EventMissed, ValueError) as error:
+        raise DataCorrupt(f"the node listed blocks that cannot be read: {error}") from None
+    finally:
+        call.cancel()
     return view.held
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
-from slipstream.errors import InvalidArgument, NotFound, Unavailable
-from slipstream.v1 import worker_pb2
+from slipstream.errors import InvalidArgument, NotFound, SlipstreamError, Unavailable
+from slipstream.v1 import fleet_pb2, worker_pb2
 from tests.cli.fleet.fleet_port import DRAINING, SILENT, FleetPort, process
 
 
@@ -73,3 +73,21 @@ def test_an_empty_kvstore_node_has_the_room_that_the_router_knows(
     assert row["status"]["load"]["blocks_free"] == str(room)
     fleet = next(line for line in invoke(port).output.splitlines() if line.startswith("kvstore-0"))
     assert fleet.split()[-3:] == ["0", "0", shown]
+
+
+class GarbagePort(FleetPort):
+    """Passes on what its processes send, which is no message."""
+
+    async def CallProcess(self, request: Any, context: Any) -> AsyncIterator[fleet_pb2.CallProcessResponse]:
+        yield fleet_pb2.CallProcessResponse(message=b"\xff\xff\xff")
+
+
+@pytest.mark.parametrize(
+    "command", ["status kvstore-0", "drain kvstore-0", "kv stat", "kv ls", "kv drop --all"]
+)
+def test_a_process_that_sends_no_message_is_named_in_an_error(command: str) -> None:
+    with GarbagePort(process("kvstore", requests_running=1)).serving() as garbage:
+        done = CliRunner().invoke(app, [*command.split(), "--router", garbage.endpoint])
+    assert isinstance(done.exception, SlipstreamError | None), done.exception
+    said = done.output + (done.exception.message if done.exception is not None else "")
+    assert "kvstore-0" in said and ("no answer" in said or "does not answer" in said), said
