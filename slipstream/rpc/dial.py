@@ -14,6 +14,7 @@ import grpc
 
 from slipstream.rpc.audience import audience_of
 from slipstream.rpc.backoff import CHANNEL_PAUSE_MS, PING_ANSWER_S, PING_S
+from slipstream.rpc.names import is_name
 from slipstream.rpc.tls import FilesVersion, TlsFiles
 from slipstream.rpc.token_channel import CallMetadata, TokenChannel
 
@@ -66,12 +67,18 @@ def dial(
     `tokens`: the calls carry those for this endpoint, where certificates do not say who calls.
     """
     if tls is not None:
-        channel = grpc.aio.secure_channel(endpoint, tls.channel_credentials(), options=tls_options(tls))
+        target = _target_of(endpoint)
+        channel = grpc.aio.secure_channel(target, tls.channel_credentials(), options=tls_options(tls))
     else:
         # Without a certificate the address alone says who answers: dial the one that the tokens name.
-        target = endpoint if tokens is None else audience_of(endpoint) or endpoint
-        channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        named = endpoint if tokens is None else audience_of(endpoint) or endpoint
+        channel = grpc.aio.insecure_channel(_target_of(named), options=CHANNEL_OPTIONS)
     return channel if tokens is None else TokenChannel(channel, tokens.tokens_for(endpoint))
+
+
+def _target_of(endpoint: str) -> str:
+    """The endpoint as gRPC's target: to gRPC "unix:7000" alone is a file, and "dns:7000" the host 7000."""
+    return f"dns:///{endpoint}" if audience_of(endpoint) and is_name(endpoint) else endpoint
 
 
 def tls_options(tls: TlsFiles) -> list[tuple[str, int | str]]:

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from libs.common.etcd.channel import CHANNEL_OPTIONS as ETCD_OPTIONS
-from slipstream.rpc.dial import CHANNEL_OPTIONS
+from slipstream.rpc.dial import CHANNEL_OPTIONS, dial
 from tests.support.network.goaway_peer import (
     ANY_STREAM,
     INTERNAL_ERROR,
@@ -35,3 +35,15 @@ async def test_a_call_to_a_peer_that_leaves_fails_at_once(
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await call(b"", timeout=5)
     assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("name", ["unix", "dns", "xds", "ipv4", "google-c2p", "passthrough"])
+async def test_a_host_is_a_host_although_grpc_has_a_scheme_of_its_name(name: str) -> None:
+    """A record in etcd names no file, no other resolver and no other port."""
+    async with dial(f"{name}:7000") as channel:
+        call: Any = channel.unary_unary("/slipstream.Test/Call")
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await call(b"", timeout=20)
+    assert failed.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    if failed.value.code() is grpc.StatusCode.UNAVAILABLE:
+        assert f"errors resolving {name}:7000" in (failed.value.details() or ""), failed.value.details()
