@@ -36,6 +36,8 @@ async def select_workers(state: RequestState) -> Assignment:
     is_overloaded = isinstance(error, errors.Overloaded) and not state.output.tokens
     wait_s = context.recovery_wait_s if error is not None else outage_wait_s(context)
     give_up_s = clock() + wait_s
+    if state.retry_policy.reads_no_handoff:
+        avoid.update(link.key for link in fleet.links_of(Role.PREFILL))
     while True:
         seen = fleet.version
         try:

@@ -10,6 +10,9 @@ from __future__ import annotations
 from libs.common.service_bounds import MAX_ATTEMPTS, MAX_FRUITLESS_ATTEMPTS
 from slipstream import errors
 
+# Handoffs in a row that no decode worker read. Each cost the computation of a whole prompt.
+MAX_UNREAD_HANDOFFS = 3
+
 # Errors after which another worker, or the same one later, may succeed.
 _RETRYABLE = (
     errors.Unavailable,
@@ -34,6 +37,12 @@ class RetryPolicy:
         self._max_attempts = max_attempts
         self._fruitless = 0
         self._attempts = 0
+        self._unread = 0
+
+    @property
+    def reads_no_handoff(self) -> bool:
+        """Whether the KV of so many prefill workers was not read that a decode worker computes the prompt."""
+        return self._unread >= MAX_UNREAD_HANDOFFS
 
     def failed(self, error: errors.SlipstreamError, worker: str, other: str = "", *, new_tokens: int) -> None:
         """Record a failed attempt at `worker`, or between it and the `other` one.
@@ -41,6 +50,7 @@ class RetryPolicy:
         Raises the client's error when no other attempt may follow.
         """
         self._attempts += 1
+        self._unread = self._unread + 1 if other else 0
         self.error = error
         if new_tokens:
             self._fruitless = 0
