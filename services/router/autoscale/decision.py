@@ -108,7 +108,7 @@ def _with_bound(found: Recommendation) -> Recommendation:
 def _prefill(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
     reports, routers = _reports(fleet, Role.PREFILL), _reports(fleet, Role.ROUTER)
     rates = [report.prefill_tokens_per_s for report in reports if report.prefill_tokens_per_s > 0]
-    tokens_per_s = _mean_bounded(rates) or ASSUMED_PREFILL_TOKENS_PER_S
+    tokens_per_s = _mean(_bounded(rates)) or ASSUMED_PREFILL_TOKENS_PER_S
     tokens = sum(map(_queued_tokens, reports)) / len(reports)
     tokens += sum(report.prefill_tokens_in_flight for report in routers) / _replicas(fleet, Role.PREFILL)
     return [
@@ -153,8 +153,13 @@ def _steps(reports: Reports, aims: Aims) -> Signal:
 def _drafter(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
     decode = _reports(fleet, Role.DECODE)
     busy = _busy(_reports(fleet, Role.DRAFTER), aims)
-    due = sum(report.drafts_due_per_s for report in decode)
-    share = min(sum(report.drafts_missed_per_s for report in decode) / due, 1.0) if due > 0 else 0.0
+    asking = [report for report in decode if report.drafts_due_per_s > 0]
+    due = _bounded([report.drafts_due_per_s for report in asking])
+    missed = [
+        counted * min(report.drafts_missed_per_s / report.drafts_due_per_s, 1.0)
+        for counted, report in zip(due, asking, strict=True)
+    ]
+    share = sum(missed) / sum(due) if due else 0.0
     if busy.value < IDLE_SHARE:
         return [busy]
     return [busy, Signal("missed_share", share, aims.missed_share, "", "of the drafts too late")]
@@ -224,10 +229,10 @@ def _held_shares(reports: Reports) -> list[float]:
     return [held / (held + others) for held, others in blocks if held + others]
 
 
-def _mean_bounded(rates: Sequence[float]) -> float:
-    """The mean rate, to which none adds more than a few usual ones: a false one hides no queue."""
+def _bounded(rates: Sequence[float]) -> list[float]:
+    """The rates, of which none counts as more than a few usual ones: a false one hides no queue."""
     most = _MOST_RATES * median_low(rates) if rates else 0.0
-    return _mean([min(rate, most) for rate in rates])
+    return [min(rate, most) for rate in rates]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -127,6 +127,12 @@ def test_one_false_worker_hides_no_load_of_the_others(figure: float, blocks: int
         Role.DECODE: {"blocks_held": 90, "blocks_free": 10},
         Role.ROUTER: {"busy_share": 1.0},
     }
+    drafters = tier(Role.DRAFTER, 4, busy_share=BUSY)
+    late = tier(Role.DECODE, 3, drafts_due_per_s=100.0, drafts_missed_per_s=50.0)
+    liar = worker(Role.DECODE, 3, drafts_due_per_s=figure, drafts_missed_per_s=0.0)
+    assert liar.report is not None
+    keep_plausible(liar.report)
+    assert wanted([*drafters, *late, liar], Role.DRAFTER) > 4
     for role, fields in loads.items():
         false = worker(role, 3, blocks_free=blocks, **dict.fromkeys(RATES_AND_SHARES, figure))
         assert false.report is not None
