@@ -32,6 +32,7 @@ from slipstream.errors import InvalidArgument, NotFound
 if TYPE_CHECKING:
     from slipstream.client import Client
     from slipstream.rpc.tls import TlsFiles
+    from slipstream.v1 import fleet_pb2
 
 Endpoint = Annotated[
     str | None,
@@ -100,16 +101,18 @@ class ClientAccess:
         return record.router_grpc, self.tls or record.tls_files()
 
     async def _ask_routers(self) -> str:
-        """The ports for clients of the routers that an admin port sees ready."""
+        """The ports for clients of the routers that are ready, as the admin ports name them."""
         from slipstream.cli.fleet.fleet_client import FleetClient
         from slipstream.cli.port_error import CLIENTS_CREDENTIAL
         from slipstream.operator_access import operator_dial
-        from slipstream.v1 import fleet_pb2
 
         dial = operator_dial(tls=self.tls, api_key=self.api_key, is_remote=True)
-        fleet = await FleetClient(self.routers, dial, credential=CLIENTS_CREDENTIAL).get()
-        ready = [each for each in fleet.processes if each.state == fleet_pb2.PROCESS_STATE_READY]
-        found = [each.client_endpoint for each in ready if each.client_endpoint]
+        clients = [FleetClient([router], dial, credential=CLIENTS_CREDENTIAL) for router in self.routers]
+        answers = await asyncio.gather(*(client.get() for client in clients), return_exceptions=True)
+        fleets = [answer for answer in answers if not isinstance(answer, BaseException)]
+        if not fleets:
+            raise next(answer for answer in answers if isinstance(answer, BaseException))
+        found = [at for fleet in fleets for at in client_endpoints(fleet, is_verified=self.tls is not None)]
         if not found:
             raise NotFound(f"{self.routers[0]} names no router that is ready for clients: give --endpoint")
         return ",".join(dict.fromkeys(found))  # the processes of a router share its ports
@@ -120,6 +123,20 @@ class ClientAccess:
 
         endpoint, tls = self.router()
         return Client(endpoint, api_key=self.api_key, tls=tls)
+
+
+def client_endpoints(fleet: fleet_pb2.GetFleetResponse, *, is_verified: bool) -> list[str]:
+    """The ports for clients of the ready routers that may get an API key.
+
+    A router knows its own port, and the others' from etcd. Without certificates, which verify who answers, a
+    false record there would get the key: only the port of the router that answered counts then.
+    """
+    from slipstream.v1 import fleet_pb2
+
+    routers = [each for each in fleet.processes if each.client_endpoint]
+    own = {each.client_endpoint for each in routers if each.instance == fleet.router}
+    ready = [each.client_endpoint for each in routers if each.state == fleet_pb2.PROCESS_STATE_READY]
+    return [endpoint for endpoint in ready if is_verified or endpoint in own]
 
 
 def takes_client(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
-from slipstream.cli.client_access import ClientAccess
+from slipstream.cli.client_access import ClientAccess, client_endpoints
 from slipstream.cluster_record import ClusterRecord
 from slipstream.errors import InvalidArgument, NotFound, Unauthenticated, Unavailable
 from slipstream.rpc.tls import TlsFiles
@@ -87,12 +87,24 @@ def test_routers_that_are_ready_are_called_at_their_ports_for_clients(tmp_path: 
     for router, at in zip(routers, ("a:7000", "a:7000", "b:7000", "c:7000"), strict=True):
         router.client_endpoint = at
     routers[3].state = SILENT
+    fleet = fleet_pb2.GetFleetResponse(router="router-0", processes=routers)
+    assert client_endpoints(fleet, is_verified=True) == ["a:7000", "a:7000", "b:7000"]
     with FleetPort(process("prefill"), *routers).serving() as port:
-        assert ClientAccess(tmp_path, routers=(port.endpoint,)).router() == ("a:7000,b:7000", None)
+        assert ClientAccess(tmp_path, routers=(NOWHERE, port.endpoint)).router() == ("a:7000", None)
         named = ClientAccess(tmp_path, "d:7000", routers=(port.endpoint,))
         assert named.router() == ("d:7000", None)
     with pytest.raises(Unavailable):
         ClientAccess(tmp_path, routers=(NOWHERE,)).router()
+
+
+def test_a_false_record_of_a_router_gets_no_api_key() -> None:
+    """Whoever writes into etcd adds a router that answers; without certificates nothing says what it is."""
+    true, false = process("router", 0), process("router", 1)
+    true.client_endpoint, false.client_endpoint = "a:7000", "evil.test:7000"
+    fleet = fleet_pb2.GetFleetResponse(router="router-0", processes=[true, false])
+    assert client_endpoints(fleet, is_verified=False) == ["a:7000"]
+    fleet.processes[0].state = SILENT
+    assert client_endpoints(fleet, is_verified=False) == []
 
 
 def test_a_named_router_or_certificate_comes_before_those_of_the_run_directory(running: Path) -> None:
