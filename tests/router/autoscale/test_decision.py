@@ -122,7 +122,7 @@ def test_an_idle_fleet_wants_the_least(role: Role) -> None:
 @given(st.floats(), st.integers(0, (1 << 40)))
 def test_one_false_worker_hides_no_load_of_the_others(figure: float, blocks: int) -> None:
     """Three of four workers need more of their tier, whatever the fourth one says."""
-    loads = {
+    loads: dict[Role, dict[str, Any]] = {
         Role.PREFILL: {"requests_running": 2, "prefill_tokens_in_flight": 10**6, "prefill_tokens_per_s": 1e4},
         Role.DECODE: {"blocks_held": 90, "blocks_free": 10},
         Role.ROUTER: {"busy_share": 1.0},

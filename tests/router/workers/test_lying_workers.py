@@ -35,11 +35,9 @@ _AMOUNTS = ("prefill_tokens_in_flight", "decode_tokens_in_flight", "blocks_free"
 
 def lie(worker: FakeWorker, figure: float, *, count: int = 1, amount: int = 1) -> None:
     """Let the worker report these figures from now on."""
-    worker.process.stated_load = worker_pb2.LoadReport(
-        **dict.fromkeys(_DOUBLES, figure),
-        **dict.fromkeys(_COUNTS, count),
-        **dict.fromkeys(_AMOUNTS, amount),
-    )
+    figures: dict[str, Any] = dict.fromkeys(_DOUBLES, figure)
+    counts: dict[str, Any] = dict.fromkeys(_COUNTS, count) | dict.fromkeys(_AMOUNTS, amount)
+    worker.process.stated_load = worker_pb2.LoadReport(**figures, **counts)
     worker.service.load_changed()
 
 

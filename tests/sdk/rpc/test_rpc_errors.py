@@ -158,7 +158,8 @@ def _packed(*details: Any, code: int = 8) -> bytes:
     status = status_pb2.Status(code=code, message="said")
     for detail in details:
         status.details.add().Pack(detail)
-    return status.SerializeToString()
+    packed: bytes = status.SerializeToString()
+    return packed
 
 
 _FALSE = any_pb2.Any(type_url="type.googleapis.com/google.rpc.RetryInfo", value=b"\xff")
