@@ -69,15 +69,19 @@ class ProcessCalls:
         if method not in OPERATOR_METHODS:
             raise InvalidArgument("method", f"must be one of {', '.join(OPERATOR_METHODS)}")
         is_checked = method != _OF_ANY_PROCESS or worker.role is Role.ROUTER
+        clock = asyncio.get_running_loop().time
+        until_s = None if timeout_s is None else clock() + timeout_s
         identify_s = min(_IDENTIFY_S, timeout_s or _IDENTIFY_S) if is_checked else None
         # Of bytes: nothing is parsed.
         channel: Any = await self._open(worker, self._as_operator(operator), identify_s=identify_s)
         async with channel:
+            # The process answers before the caller's deadline, which does not move.
+            left_s = None if until_s is None else max(until_s - clock(), 0.0)
             try:
                 if not OPERATOR_METHODS[method]:
-                    yield await channel.unary_unary(method)(message, timeout=timeout_s)
+                    yield await channel.unary_unary(method)(message, timeout=left_s)
                     return
-                async for response in channel.unary_stream(method)(message, timeout=timeout_s):
+                async for response in channel.unary_stream(method)(message, timeout=left_s):
                     yield response
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error) from None

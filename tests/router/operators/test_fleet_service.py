@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,6 +13,8 @@ import pytest
 
 from libs.common.cluster.discovery import InMemoryDiscovery
 from libs.common.cluster.worker_record import Role, Worker
+from libs.common.cluster.worker_service import DRAIN_ANSWER_MARGIN_S
+from services.router.operators import process_calls
 from services.router.operators.process_calls import OPERATOR_METHODS
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
@@ -149,6 +152,24 @@ async def test_a_change_reaches_no_other_process_than_the_named_one(card: ModelC
             status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=WAIT_S)
             assert status.instance == "decode-0", "a read says who answers"
         assert not worker.service.draining
+
+
+async def test_a_process_that_is_slow_to_say_who_it_is_answers_before_the_callers_deadline(
+    card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds requests, so it answers a drain shortly before the deadline, with what it holds."""
+    status = process_calls._status
+
+    async def slowly(*arguments: Any, **named: Any) -> worker_pb2.GetStatusResponse:
+        await asyncio.sleep(2 * DRAIN_ANSWER_MARGIN_S)
+        return await status(*arguments, **named)
+
+    monkeypatch.setattr(process_calls, "_status", slowly)
+    async with running_fleet(card) as (router, worker):
+        async with client_of(router).process_dial()("decode/decode-0") as channel:
+            stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
+            answer = await stub.Drain(worker_pb2.DrainRequest(), timeout=4.0)
+        assert answer.ledger.sequences == len(worker.held) == 3
 
 
 async def test_false_records_hide_no_router_and_keep_no_answer_back(card: ModelCard) -> None:
