@@ -15,6 +15,7 @@ def count_ledger(
     *,
     pinned_pages: int,
     pages_awaited: int,
+    launched_pages: int,
     steps_aborted: int,
 ) -> EngineLedger:
     """Count pages and sequences by state; see `EngineLedger`."""
@@ -35,5 +36,6 @@ def count_ledger(
         ),
         decode_context_tokens=sum(s.n_tokens for s in sequences if s.state is SequenceState.DECODING),
         pages_awaited=pages_awaited,
+        launched_pages=launched_pages,
         steps_aborted=steps_aborted,
     )

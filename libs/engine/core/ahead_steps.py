@@ -10,6 +10,7 @@ probabilities or wanted features end the run of such steps, and later ones begin
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -38,6 +39,11 @@ class AheadRows:
     slices: tuple[Slice, ...]
     sources: Int32Array
 
+    def grow(self, blocks: BlockManager) -> int:
+        """Allocate the rows' pages; returns how many sequences lack one. `pages` of a row grow with them."""
+        pairs = zip(self.sequences, self.rows, strict=True)
+        return sum(not sequence.grow(len(row.tokens), blocks) for sequence, row in pairs)
+
     def written_pages(self, block_tokens: int) -> list[int]:
         """The page that each row writes to."""
         return [r.pages[(len(r.tokens) - 1) // block_tokens] for r in self.rows]
@@ -57,25 +63,23 @@ def plan_ahead(
     before: AheadStep | None,
     drafts: Mapping[str, Sequence[int]],
     *,
-    blocks: BlockManager,
     info: EngineInfo,
     limits: Limits,
 ) -> AheadRows | None:
-    """The rows behind those of `before`, whose tokens are unknown. Allocates their pages.
+    """The rows behind those of `before`, whose tokens are unknown. Changes nothing, and allocates no page.
 
-    None where a prompt, a draft or a sequence without a page needs a step that the host prepares.
+    None where a prompt or a draft needs a step that the host prepares, and where nothing decodes.
     """
+    if any(s.state is SequenceState.PREFILLING for s in sequences):
+        return None
     places = {} if before is None else {s: i for i, s in enumerate(before.planned.sequences)}
     decoding: dict[str, EngineSequence] = {}
     for sequence in sequences:
-        if sequence.state is SequenceState.PREFILLING:
-            return None
         if sequence.state is not SequenceState.DECODING:
             continue
-        ahead = int(sequence in places)
-        if ahead and sequence.ends_within(1, max_context_tokens=info.max_context_tokens):
+        if sequence in places and sequence.ends_within(1, max_context_tokens=info.max_context_tokens):
             continue
-        if drafts.get(sequence.spec.seq_id) or not sequence.grow(sequence.n_tokens + ahead, blocks):
+        if drafts.get(sequence.spec.seq_id):
             return None
         decoding[sequence.spec.seq_id] = sequence
     slices = schedule([_candidate(sequence) for sequence in decoding.values()], limits)
@@ -112,11 +116,19 @@ class AheadLoop:
         self._step_abort = step_abort
         self._state_lock = state_lock
         self._in_flight: AheadStep | None = None
+        self._held: list[Sequence[int]] = []  # the pages of launched steps
+        # Sequences that lacked a page when a step was planned last, which new sequences may not take.
+        self.n_starved = 0
 
     @property
     def has_step(self) -> bool:
         """Whether a step is in flight, whose result must still be taken."""
         return self._in_flight is not None
+
+    def count_pages(self) -> int:
+        """Pages that launched steps alone hold: their sequences are released."""
+        held = Counter(page for pages in self._held for page in pages)
+        return sum(self._blocks.references(page) == n for page, n in held.items())
 
     def step(
         self,
@@ -140,7 +152,7 @@ class AheadLoop:
             newest, self._in_flight = self._in_flight, None
             self._drop(oldest, newest)
             raise
-        self._blocks.release(oldest.pages)
+        self._release(oldest.pages)
         return self._commit(oldest.planned, result, sequences)
 
     def _launch_next(
@@ -149,20 +161,21 @@ class AheadLoop:
         drafts: Mapping[str, Sequence[int]],
         before: AheadStep | None,
     ) -> AheadStep | None:
-        info = self._model.info
-        planned = plan_ahead(
-            sequences.values(), before, drafts, blocks=self._blocks, info=info, limits=self._limits
-        )
+        info, self.n_starved = self._model.info, 0
+        planned = plan_ahead(sequences.values(), before, drafts, info=info, limits=self._limits)
         if planned is None or not self._model.can_launch(planned.rows):
+            return None
+        self.n_starved = planned.grow(self._blocks)
+        if self.n_starved:
             return None
         batch = lay_out(planned.rows, block_tokens=info.block_tokens, want_features=False)
         pages = planned.written_pages(info.block_tokens)
-        self._blocks.acquire(pages)
+        self._acquire(pages)
         try:
             with self._running(planned, before):
                 pending = self._model.launch(batch, planned.rows, planned.sources)
         except BaseException:
-            self._blocks.release(pages)
+            self._release(pages)
             raise
         for sequence in planned.sequences:
             sequence.last_slice = next(self._slice_numbers)
@@ -206,7 +219,15 @@ class AheadLoop:
             if step is not None:
                 with suppress(Exception), self._running(step.planned, None):
                     step.pending.result()
-                self._blocks.release(step.pages)
+                self._release(step.pages)
+
+    def _acquire(self, pages: Sequence[int]) -> None:
+        self._blocks.acquire(pages)
+        self._held.append(pages)
+
+    def _release(self, pages: Sequence[int]) -> None:
+        self._held.remove(pages)
+        self._blocks.release(pages)
 
 
 def _candidate(sequence: EngineSequence) -> StepCandidate:

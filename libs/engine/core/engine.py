@@ -205,7 +205,7 @@ class PagedEngine:
             known = self._ahead.step(self._sequences, drafts, may_launch=may_launch)
             if known is not None:
                 self._shares.observe(())
-                self._n_starved = 0
+                self._n_starved = self._ahead.n_starved
                 return outputs + known
         prefilling = [s for s in self._sequences.values() if s.state is SequenceState.PREFILLING]
         self._shares.observe([sequence.spec.salt for sequence in prefilling])
@@ -260,6 +260,7 @@ class PagedEngine:
             self._sequences.values(),
             pinned_pages=len(self._pins),
             pages_awaited=self._awaited(),
+            launched_pages=self._ahead.count_pages() if self._ahead is not None else 0,
             steps_aborted=self._step_abort.n_aborted,
         )
 

@@ -44,6 +44,10 @@ class BlockManager:
     def held_pages(self) -> int:
         return self.n_pages - len(self._free) - len(self._cached)
 
+    def references(self, page: int) -> int:
+        """How often a page is held."""
+        return self._references[page]
+
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Pages of the longest cached prefix of `hashes`, without a reference to them."""
         pages: list[int] = []

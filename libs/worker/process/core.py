@@ -213,7 +213,8 @@ class WorkerCore:
             pins=self.restorer.pins + self.lender.leases,
             reservations=self.writer.reservations,
             transfers=self.transport.reads_in_flight,
-            blocks_leaked=0 if owned else held.pages_held,
+            # A launched step keeps the pages of sequences that left meanwhile, until it has run.
+            blocks_leaked=0 if owned else held.pages_held - held.launched_pages,
         )
 
     def measure(self) -> dict[str, float]:

@@ -186,7 +186,7 @@ class AheadMachine(PinningMachine):
             self.engine.release(seq_id)
 
     @precondition(lambda self: self.engine.has_work())
-    @rule(where=st.sampled_from(["launch", "result"]))
+    @rule(where=st.sampled_from(["launch", "half", "result"]))
     def failing_step(self, where: str) -> None:
         """A failed device changes no sequence: the same rows run again."""
         before = {s.spec.seq_id: s.n_tokens for s in self.engine.sequences()}
@@ -207,6 +207,8 @@ class AheadMachine(PinningMachine):
             self.engine.release(seq_id)
         for pages in self.pins:
             self.engine.unpin(pages)
+        ledger = self.engine.ledger()
+        assert ledger.pages_held == ledger.launched_pages, "no page is without an owner"
         while self.engine.has_work():
             assert not self.engine.step()
         ledger = self.engine.ledger()
@@ -258,7 +260,8 @@ def test_a_late_row_keeps_its_page_until_it_has_run() -> None:
     while model.n_followed < 3:
         engine.step()
     engine.release("0")
-    assert engine.ledger().pages_held == 1  # of the row in flight
+    ledger = engine.ledger()
+    assert ledger.pages_held == ledger.launched_pages == 1  # of the row in flight
     prompt = [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]
     params = SamplingParams(seed=2, max_tokens=5)
     reservation = engine.reserve(SequenceSpec("b", np.array(prompt, np.uint32), params))
@@ -271,6 +274,35 @@ def test_a_late_row_keeps_its_page_until_it_has_run() -> None:
     assert finish(engine) == {"b": wanted_tokens(engine, prompt, params)[1:]}
     engine.release("b")
     assert engine.ledger().pages_held == 0
+
+
+def test_pages_that_a_sequence_lacks_are_kept_from_new_ones_while_a_step_is_in_flight() -> None:
+    """The last page goes to one sequence, and a step is in flight when the other one lacks one."""
+    engine, _ = make_engine(n_pages=3, max_batch=2)
+    start_streams(engine, [SamplingParams(seed=seed, max_tokens=12) for seed in range(2)])
+    n_outputs = 0
+    while engine.ledger().pages_awaited == 0:
+        n_outputs = len(engine.step())
+    assert n_outputs == 2, "known as soon as the launched step ends, not one step later"
+    engine.release("0")
+    ledger = engine.ledger()
+    assert (ledger.pages_free + ledger.pages_cached, ledger.pages_awaited) == (2, 1)
+    with pytest.raises(OutOfPages):
+        engine.reserve(SequenceSpec("new", np.array([1, 2, 3, 4], np.uint32), SamplingParams()))
+
+
+def test_a_step_that_waits_for_a_prompt_takes_no_page() -> None:
+    engine, _ = make_engine(n_pages=8, max_batch=2)
+    start_streams(engine, [SamplingParams(seed=1, max_tokens=12)])
+    while engine.sequences()[0].n_tokens < 2 * BLOCK:  # the next row's token is unknown, and its page is new
+        engine.step()
+    assert engine._ahead is not None and engine._ahead.has_step
+    n_pages = engine.ledger().pages_held
+    engine.reserve(SequenceSpec("prompt", np.array([7, 8, 9], np.uint32), SamplingParams(max_tokens=2)))
+    engine.start("prompt")
+    before = engine.ledger().pages_held
+    engine.step()
+    assert (n_pages, before, engine.ledger().pages_held) == (2, 3, 3)
 
 
 def test_what_needs_the_host_ends_the_run_of_launched_steps() -> None:
