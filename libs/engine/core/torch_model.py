@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import torch
 
 from libs.engine.graphs.buckets import BucketLimits
 from libs.engine.graphs.step_graphs import StepGraphs
+from libs.engine.kernels.device import wait_for_device
 from libs.engine.kernels.interface import Kernels
 from libs.engine.kv.cache import LAYOUT_VERSION
 from libs.engine.model.runner import ModelRunner
@@ -90,6 +92,10 @@ class TorchModel:
     def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         if self._decode_steps is not None and stop.is_set:
             raise StepAborted
+        with self._ended_on_error():
+            return self._run(batch, rows, stop)
+
+    def _run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         chosen = self._run_on_device(batch, rows)
         if chosen is not None:
             return chosen
@@ -114,10 +120,20 @@ class TorchModel:
 
     def launch(self, batch: Batch, rows: Sequence[SequenceRows], sources: Int32Array) -> LaunchedStep:
         """See `AheadModel`."""
-        tokens = None if self._decode_steps is None else self._decode_steps.launch(batch, rows, sources)
+        with self._ended_on_error():
+            tokens = None if self._decode_steps is None else self._decode_steps.launch(batch, rows, sources)
         if tokens is None:
             raise FailedPrecondition("these rows cannot be launched: see can_launch")
         return LaunchedStep(tokens)
+
+    @contextmanager
+    def _ended_on_error(self) -> Iterator[None]:
+        """After an error wait for what was launched before it: the pages that it writes are free soon."""
+        try:
+            yield
+        except BaseException:
+            wait_for_device(self._runner.cache.pages.device)
+            raise
 
     def _run_on_device(self, batch: Batch, rows: Sequence[SequenceRows]) -> StepResult | None:
         """A step whose tokens are chosen in its graph; None where the host has a part in them."""

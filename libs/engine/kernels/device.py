@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from typing import TYPE_CHECKING
@@ -41,8 +42,18 @@ def free_device_bytes(name: str) -> int | None:
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
 
 
+def wait_for_device(device: torch.device) -> None:
+    """Wait for all that was launched, also where some of it failed; a CPU has nothing in flight."""
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # the failure is raised where it was found
+            torch.cuda.synchronize(device)
+
+
 def open_triton_kernels(device: torch.device, dtype: torch.dtype) -> TritonKernels:
-    """Kernels for a CUDA device; on the CPU only in Triton's interpreter, which is for tests."""
+    """Kernels for a CUDA device; on the CPU only in Triton's interpreter, which is for tests.
+
+    Triton launches on the current device of a thread, so `device` becomes that of the calling thread.
+    """
     if not is_triton_installed():
         raise FailedPrecondition(
             "kernels for a CUDA device need Triton: pip install 'slipstream-server[gpu]'"
@@ -51,6 +62,8 @@ def open_triton_kernels(device: torch.device, dtype: torch.dtype) -> TritonKerne
         raise FailedPrecondition("Triton kernels run on the CPU only with TRITON_INTERPRET=1, for tests")
     from libs.engine.kernels.gpu.triton_kernels import TritonKernels
 
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return TritonKernels(device, dtype)
 
 

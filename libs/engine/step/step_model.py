@@ -81,7 +81,7 @@ class StepModel(Protocol):
     def memory_address(self) -> int: ...
 
     def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
-        """Write the KV of all rows and sample. An error changes no sequence.
+        """Write the KV of all rows and sample. An error changes no sequence, and nothing still runs then.
 
         Raises StepAborted soon after `stop` was set; then a later step computes the rows' KV again.
         """
@@ -108,7 +108,7 @@ class AheadModel(StepModel, Protocol):
         """Begin to write the KV of all rows and to sample; launched steps run in their order.
 
         Row i takes the token of row sources[i] of the step that was launched before; where that is -1, the
-        batch's. No `run` may come between the two.
+        batch's. No `run` may come between the two. After an error nothing of any launched step still runs.
         """
         ...
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import tests.engine.kernels.gpu.interpreted  # noqa: F401  (before the programs)
+from libs.engine.core import torch_model
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.torch_model import TorchModel
 from libs.engine.graphs.step_graphs import PlainSteps
@@ -138,3 +139,32 @@ def test_drafts_on_buffers_change_no_token(runner: ModelRunner) -> None:
     launches = Launches()
     assert run(make_engine(runner, launches, steps_ahead=True), specs, 1, drafts) == wanted
     assert launches.n_replays > 0
+
+
+@pytest.mark.parametrize("steps_ahead", [False, True])
+def test_what_began_before_an_error_ends_before_it_is_raised(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, steps_ahead: bool
+) -> None:
+    """The forward pass is launched and the choice of tokens fails: the pages must not be free meanwhile."""
+    engine = make_engine(runner, Launches(), steps_ahead=steps_ahead)
+    held_at_wait: list[int] = []
+
+    def wait(device: torch.device) -> None:
+        assert device == runner.cache.pages.device
+        held_at_wait.append(engine.ledger().pages_held)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the device failed")
+
+    [spec] = random_specs(4, kinds=KINDS[:1])[:1]
+    engine.reserve(spec)
+    engine.start(spec.seq_id)
+    engine.step()
+    monkeypatch.setattr(torch_model, "wait_for_device", wait)
+    assert isinstance(engine.model, TorchModel) and engine.model._decode_steps is not None
+    monkeypatch.setattr(engine.model._decode_steps, "_choice_of", fail)
+    with pytest.raises(RuntimeError, match="the device failed"):
+        engine.step()
+    assert held_at_wait == [1]
+    engine.release(spec.seq_id)
+    assert engine.ledger().pages_held == 0

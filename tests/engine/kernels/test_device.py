@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from libs.engine.core.build import EngineOptions, build_engine
 from libs.engine.kernels import device as device_module
-from libs.engine.kernels.device import open_device, open_triton_kernels
+from libs.engine.kernels.device import open_device, open_triton_kernels, wait_for_device
 from libs.engine.parallel.sizes import parse_sizes
 from slipstream.errors import FailedPrecondition, InvalidArgument
 from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
@@ -56,3 +57,28 @@ def test_triton_on_the_cpu_is_for_the_interpreter_only(monkeypatch: pytest.Monke
     monkeypatch.setattr(device_module, "is_triton_installed", lambda: False)
     with pytest.raises(FailedPrecondition, match=r"slipstream-server\[gpu\]"):
         open_triton_kernels(torch.device("cuda"), torch.float32)
+
+
+def test_the_thread_that_opens_kernels_launches_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on a thread's current device, which is cuda:0 at first."""
+    pytest.importorskip("triton")
+    current: list[torch.device] = []
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert open_triton_kernels(torch.device("cuda", 3), torch.bfloat16).device.index == 3
+    assert current == [torch.device("cuda", 3)]
+
+
+def test_a_wait_reaches_the_device_and_hides_no_other_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+
+    def fail(device: torch.device) -> None:
+        waited.append(device)
+        raise RuntimeError("an illegal access")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    wait_for_device(torch.device("cpu"))
+    assert not waited
+    wait_for_device(torch.device("cuda", 1))
+    assert waited == [torch.device("cuda", 1)]
