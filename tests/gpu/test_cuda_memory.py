@@ -16,6 +16,7 @@ from libs.common.transport.base import ReadOp, Region, TransferRefused
 from libs.common.transport.mooncake import MooncakeTransport, built_with_cuda
 from libs.common.transport.socket import SocketTransport
 from libs.engine.kv.cache import CacheShape, PagedLatentCache
+from libs.engine.kv.page_copies import PageCopies
 from libs.worker.engine.page_memory import PageMemory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.asyncio(loop_scope="module")]
@@ -26,7 +27,12 @@ READ_S = 60.0
 
 def page_memory(cache: PagedLatentCache) -> PageMemory:
     info = SimpleNamespace(page_bytes=cache.page_bytes, n_pages=cache.shape.n_pages)
-    engine: Any = SimpleNamespace(info=info, memory=cache.memory, memory_address=cache.address)
+    engine: Any = SimpleNamespace(
+        info=info,
+        memory=cache.memory,
+        memory_address=cache.address,
+        read_page=PageCopies(cache.memory, cache.page_bytes).read,
+    )
     return PageMemory(engine)
 
 
@@ -99,3 +105,18 @@ async def test_the_socket_transport_refuses_device_memory_with_the_reason(cuda: 
             transport.register(torch.zeros(4096, device=cuda))
     finally:
         await transport.close()
+
+
+def test_a_page_is_read_while_a_launched_step_runs(cuda: str) -> None:
+    """It waits for what `mark` covers, and not for the work behind that."""
+    cache = filled(cuda, 4)
+    assert isinstance(cache.memory, torch.Tensor)
+    copies = PageCopies(cache.memory, cache.page_bytes)
+    copies.copy([(2, 3)])
+    on_device: Any = torch.cuda
+    on_device._sleep(2_000_000_000)
+    behind = on_device.Event()
+    behind.record()
+    page = bytes(copies.read(3))
+    assert not behind.query(), "the read waited for the launched work"
+    assert page == cache.pages[2].view(torch.uint8).cpu().numpy().tobytes()

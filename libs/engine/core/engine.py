@@ -16,6 +16,7 @@ from libs.engine.core.step_commit import commit_outputs, fail, progress
 from libs.engine.core.step_outputs import split_result
 from libs.engine.kv.block_features import BlockFeatures, feature_bytes
 from libs.engine.kv.block_manager import BlockManager
+from libs.engine.kv.page_copies import PageCopies
 from libs.engine.kv.page_pins import PagePins
 from libs.engine.kv.sequence import EngineSequence, SequenceState
 from libs.engine.scheduling.admission import check_spec
@@ -67,7 +68,8 @@ class PagedEngine:
         self._limits = Limits(max(step_tokens, max_batch), max_batch, long_step_tokens)
         self._blocks = BlockManager(model.info.n_pages)
         self._features = BlockFeatures(feature_bytes(model.info.n_pages * model.info.page_bytes))
-        self._shared = SharedBlocks(self._blocks, model.memory, model.info, enabled=share_running_prefixes)
+        self._copies = PageCopies(model.memory, model.info.page_bytes)
+        self._shared = SharedBlocks(self._blocks, self._copies, model.info, enabled=share_running_prefixes)
         self._sequences: dict[str, EngineSequence] = {}
         self._shares = PrefillShares()
         self._pins = PagePins(self._blocks)
@@ -89,6 +91,9 @@ class PagedEngine:
     @property
     def memory_address(self) -> int:
         return self.model.memory_address
+
+    def read_page(self, page: int) -> memoryview:
+        return self._copies.read(page)
 
     # ---- life of a sequence
 
@@ -316,7 +321,9 @@ class PagedEngine:
         self._step_abort.begin({part.seq_id: part.n_rows for part in rows})
         try:
             with self.state_lock.released():
-                return self.model.run(batch, rows, self._step_abort.flag)
+                result = self.model.run(batch, rows, self._step_abort.flag)
+                self._copies.mark()  # the chunk of a prompt may still run
+                return result
         except StepAborted:
             aborted = True
             return None

@@ -6,28 +6,27 @@ The block is copied and not referenced, because peers know the addresses of a pr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from libs.engine.kv.block_manager import BlockManager
+from libs.engine.kv.page_copies import PageCopies
 from libs.engine.kv.sequence import EngineSequence
 from libs.engine.scheduling.prefix_sharing import Following, PrefixWork, find_followers
-from libs.engine.step.types import DeviceBytes, EngineInfo
+from libs.engine.step.types import EngineInfo
 
 
 class SharedBlocks:
-    """Shares blocks among the running prompts of one cache. `memory`: as Engine.memory."""
+    """Shares blocks among the running prompts of one cache."""
 
     def __init__(
         self,
         blocks: BlockManager,
-        memory: memoryview | DeviceBytes,
+        copies: PageCopies,
         info: EngineInfo,
         *,
         enabled: bool = True,
     ) -> None:
         self._blocks = blocks
-        self._memory: Any = memory  # slices of either are assigned alike
-        self._page_bytes = info.page_bytes
+        self._copies = copies
         self._block_tokens = info.block_tokens
         self._enabled = enabled
 
@@ -58,15 +57,10 @@ class SharedBlocks:
         found = self._blocks.match(self._reusable(sequence)[first:])
         if not found:
             return 0
-        for source, target in zip(found, sequence.pages[first:], strict=False):
-            self._copy_page(source, target)
+        self._copies.copy(zip(found, sequence.pages[first:], strict=False))
         # Mark the sources as recently used, so that they are not evicted next.
         self._blocks.acquire(found)
         self._blocks.release(found)
         before = sequence.n_computed
         sequence.n_computed = (first + len(found)) * self._block_tokens
         return sequence.n_computed - before
-
-    def _copy_page(self, source: int, target: int) -> None:
-        size = self._page_bytes
-        self._memory[target * size : (target + 1) * size] = self._memory[source * size : (source + 1) * size]

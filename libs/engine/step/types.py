@@ -187,7 +187,7 @@ class DeviceBytes(Tensor, Protocol):
     """Memory of a CUDA device: a flat, contiguous uint8 tensor, as are its slices."""
 
     def cpu(self) -> Any:
-        """A copy in the host, made after the device has completed its pending work."""
+        """A copy in the host, made behind the work of the calling thread's stream."""
         ...
 
     def __getitem__(self, span: slice, /) -> DeviceBytes: ...
@@ -199,7 +199,7 @@ class DeviceBytes(Tensor, Protocol):
 class Engine(Protocol):
     """The model on one device group. Synchronous.
 
-    One thread makes all calls, except for `abandon` and `try_release`, which any thread may make.
+    One thread makes all calls. Any thread may call `abandon`, `try_release` and `read_page`.
     """
 
     @property
@@ -213,6 +213,12 @@ class Engine(Protocol):
     @property
     def memory_address(self) -> int:
         """Address of `memory`'s first byte."""
+        ...
+
+    def read_page(self, page: int) -> memoryview:
+        """The bytes of a page whose blocks outputs have named: a view of the host's memory, or a copy of a
+        device's. Waits for no step that was launched since.
+        """
         ...
 
     def reserve(self, spec: SequenceSpec) -> PageReservation:

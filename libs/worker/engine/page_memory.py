@@ -16,6 +16,7 @@ class PageMemory:
         self.memory = engine.memory
         self.address = engine.memory_address
         self.n_pages = engine.info.n_pages
+        self._engine = engine
         self._checksum = checksum
 
     @property
@@ -29,10 +30,9 @@ class PageMemory:
 
     def page(self, page: int) -> memoryview:
         """The bytes of one page: a view of host memory, or a copy of device memory."""
-        span = slice(page * self.page_bytes, (page + 1) * self.page_bytes)
         if isinstance(self.memory, memoryview):
-            return self.memory[span]
-        return memoryview(self.memory[span].cpu().numpy())
+            return self.memory[page * self.page_bytes : (page + 1) * self.page_bytes]
+        return self._engine.read_page(page)
 
     def checksum(self, page: int) -> bytes:
         """The checksum of one page, computed in the caller's thread; of a device's page by a copy."""

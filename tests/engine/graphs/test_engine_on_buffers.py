@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import tests.engine.kernels.gpu.interpreted  # noqa: F401  (before the programs)
 from libs.engine.core import torch_model

@@ -12,6 +12,7 @@ from libs.common.checksum import checksum
 from libs.common.transport.base import Region
 from libs.common.transport.socket import SocketTransport
 from libs.engine.kv.cache import CacheShape, PagedLatentCache
+from libs.engine.kv.page_copies import PageCopies
 from libs.worker.engine.page_memory import PageMemory
 
 SHAPE = CacheShape(n_pages=5, n_layers=2, block_tokens=8, width=24, kv_dtype="bfloat16")
@@ -36,7 +37,8 @@ class DeviceTensorStub:
 
 def engine_of(cache: PagedLatentCache, memory: Any) -> Any:
     info = SimpleNamespace(page_bytes=cache.page_bytes, n_pages=cache.shape.n_pages)
-    return SimpleNamespace(info=info, memory=memory, memory_address=cache.address)
+    read_page = PageCopies(memory, cache.page_bytes).read
+    return SimpleNamespace(info=info, memory=memory, memory_address=cache.address, read_page=read_page)
 
 
 @pytest.fixture
