@@ -9,6 +9,7 @@ import grpc
 
 from libs.common.cluster.discovery import Discovery, Fleet
 from libs.common.cluster.worker_record import Role, Worker
+from libs.engine.step.draft_head import MAX_DRAFT_TOKENS
 from libs.engine.step.types import Engine
 from libs.worker.engine.engine_thread import DraftSource
 from libs.worker.process.core import WorkerCore
@@ -29,6 +30,7 @@ class DecodeApp(EngineApp):
 
     service_name = "slipstream.v1.DecodeService"
     options: DecodeSettings
+    wants_features = False
     _servicer: DecodeService
     _speculation: RemoteSpeculation | LocalSpeculation | None = None
     _fleet: Fleet | None = None
@@ -53,7 +55,12 @@ class DecodeApp(EngineApp):
 
     def make_builder(self) -> Callable[[], Engine]:
         decode_steps = cast(DecodeStepsName, self.options.decode_steps)
-        build = engine_builder(self.options, self.progress, decode_steps=decode_steps)
+        build = engine_builder(
+            self.options,
+            self.progress,
+            decode_steps=decode_steps,
+            max_draft_tokens=self._max_draft_tokens(),
+        )
         local = self._speculation
         if not isinstance(local, LocalSpeculation):
             return build
@@ -81,6 +88,10 @@ class DecodeApp(EngineApp):
             await self._speculation.close()
         if self._fleet is not None:
             await self._fleet.__aexit__(None, None, None)
+
+    def _max_draft_tokens(self) -> int:
+        """0 without a source of drafts: then no step has room for them."""
+        return 0 if self._speculation is None else min(self.options.draft_tokens, MAX_DRAFT_TOKENS)
 
     async def _find_drafter(self) -> str | None:
         """The configured drafter, else one in discovery whose record names this worker's draft head."""

@@ -98,9 +98,13 @@ def test_all_steps_are_captured_within_their_memory(runner: ModelRunner) -> None
     model = make_model(runner, graphs)
     before = runner.cache.pages.clone()
     model.capture_decode_steps()
-    assert graphs.n_graphs == 5 * 4  # batches of 1, 2, 4, 8 and 16
+    n_graphs = 5 * 4 * 4  # batches of 1, 2, 4, 8 and 16, one to four rows each, a pass and three choices
+    assert graphs.n_graphs == n_graphs
     assert 0 <= graphs.held_bytes <= MAX_GRAPH_BYTES
     assert torch.equal(runner.cache.pages, before)
+    for n, rows_each in ((1, 1), (5, 2), (16, 4)):
+        assert model.run(*step(n, rows_each, KINDS[2], seed=n), StopFlag()).tokens
+    assert graphs.n_graphs == n_graphs, "a step that serves captures nothing"
 
 
 def test_without_memory_for_graphs_steps_are_called(runner: ModelRunner) -> None:

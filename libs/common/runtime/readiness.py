@@ -27,8 +27,17 @@ UNANNOUNCED = HealthState(
 DRAINING = HealthState("draining", "running work continues, new work is refused", serves=False)
 
 
-def loading(done_bytes: int, total_bytes: int) -> HealthState:
-    """The state of a process that reads weights; LOADING before their size is known, and after all."""
+def loading(
+    done_bytes: int, total_bytes: int, *, done_captures: int = 0, total_captures: int = 0
+) -> HealthState:
+    """The state of a process that reads weights, and then captures decode steps.
+
+    LOADING before the size of the weights is known, and after all.
+    """
+    if done_captures < total_captures:
+        text = f"capturing decode steps: {done_captures} of {total_captures} buckets"
+        figures = {"done_captures": done_captures, "total_captures": total_captures}
+        return replace(LOADING, message=text, figures=figures)
     if not total_bytes or done_bytes >= total_bytes:
         return LOADING
     text = (

@@ -56,7 +56,7 @@ class EngineOptions:
     step_tokens               rows in one step: the budget that chunked prefill shares with decode
     compute_dtype             of products with bf16 and INT4 weights; auto = bf16 where a unit exists
     threads                   CPU threads of a step; None = OMP_NUM_THREADS, or all cores
-    progress                  follows the weights that are read
+    progress                  follows the weights that are read, and the decode steps that are captured
     packed_dir                where processes of a host share packed weights; None = each has its own
     decode_steps              on a CUDA device: ahead = graphs, and the next step begins before the tokens of
                               the last one are read; graphs = one launch a step; plain = one a program
@@ -115,7 +115,7 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
         drafter_digest=weights_digest(options.draft_model_dir) if options.draft_model_dir else "",
         graphs=_open_graphs(options),
     )
-    model.capture_decode_steps()
+    model.capture_decode_steps(options.progress)
     paced = PacedModel(model, options.least_step_s) if options.least_step_s else model
     expands = options.device == "cpu" and options.kernels == "native"
     long_step_tokens = min(long_prompt_rows(config), _LONGEST_STEPS * options.step_tokens) if expands else 0

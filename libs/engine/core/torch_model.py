@@ -20,6 +20,7 @@ from libs.engine.sampling.device_draws import samples_on_device
 from libs.engine.sampling.sampler import sample
 from libs.engine.sampling.token_masks import MaskThread
 from libs.engine.step.batch import Batch, ForwardOutput, Int32Array
+from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.step_model import SequenceRows, StepResult
 from libs.engine.step.stop_flag import StepAborted, StopFlag
 from libs.engine.step.types import DeviceBytes, EngineInfo, FloatArray
@@ -107,10 +108,10 @@ class TorchModel:
         tokens, logprobs = sample(output.logits, rows, ready)
         return StepResult(tokens, logprobs, _in_host(output.features), output.scores)
 
-    def capture_decode_steps(self) -> None:
+    def capture_decode_steps(self, progress: LoadProgress | None = None) -> None:
         """Capture the steps of all batches now, so that no request waits for it."""
         if self._decode_steps is not None:
-            self._decode_steps.capture_all()
+            self._decode_steps.capture_all((progress or LoadProgress()).note_captures)
 
     def can_launch(self, rows: Sequence[SequenceRows]) -> bool:
         """See `AheadModel`."""
@@ -164,7 +165,7 @@ class TorchModel:
             runner,
             kernels,
             graphs,
-            BucketLimits(self.info.max_batch, most_rows),
+            BucketLimits(self.info.max_batch, most_rows, has_features=self.info.feature_width > 0),
             max_context_tokens=self.info.max_context_tokens,
         )
 

@@ -6,13 +6,13 @@ before the host has read them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from libs.engine.graphs.buckets import BucketLimits, StepBucket, bucket_sizes, choose_bucket
+from libs.engine.graphs.buckets import BucketLimits, StepBucket, choose_bucket, planned_buckets
 from libs.engine.graphs.step_graphs import StepGraph, StepGraphs
 from libs.engine.graphs.step_inputs import StepInputs
 from libs.engine.kernels.gpu.sampling_cut import cut_rows
@@ -24,6 +24,8 @@ from libs.engine.step.step_model import SequenceRows
 if TYPE_CHECKING:
     from libs.engine.kernels.gpu.triton_kernels import TritonKernels
     from libs.engine.model.runner import ModelRunner
+
+_CHOICES = ((False, False), (True, False), (True, True))  # whether any row draws, and cuts what it draws from
 
 
 class LaunchedTokens:
@@ -49,7 +51,7 @@ class LaunchedTokens:
 
 
 class DecodeSteps:
-    """Captures a step of each bucket when it first runs, or before. One thread drives it.
+    """Captures a step of each bucket by `capture_all`, or when it first runs. One thread drives it.
 
     logits [T, V], features [T, H] and tokens [T] of the last step are overwritten by the next.
     """
@@ -70,21 +72,27 @@ class DecodeSteps:
         self._max_context_tokens = max_context_tokens
         n_rows, device = limits.max_rows, kernels.device
         self.logits = torch.zeros(n_rows, runner.config.vocab_size, device=device)
-        self.features = torch.zeros(n_rows, runner.feature_width, dtype=kernels.dtype, device=device)
+        width = runner.feature_width if limits.has_features else 0
+        self.features = torch.zeros(n_rows, width, dtype=kernels.dtype, device=device)
         self.tokens = torch.zeros(n_rows, dtype=torch.int64, device=device)
         self._inputs: dict[StepBucket, StepInputs] = {}
         self._forwards: dict[StepBucket, StepGraph] = {}
         self._choices: dict[tuple[StepBucket, bool, bool], StepGraph] = {}
 
     @torch.inference_mode()
-    def capture_all(self) -> None:
-        """Capture the steps without drafts, the largest first: the smaller ones use its memory again."""
-        for n_sequences in reversed(list(bucket_sizes(self._limits.max_batch))):
-            bucket = StepBucket(n_sequences, 1)
+    def capture_all(self, on_captured: Callable[[int, int], None] = lambda n_done, n_all: None) -> None:
+        """Capture all steps, the largest first: the smaller ones use its memory again.
+
+        Then no later step is captured. Calls `on_captured` with the buckets that are done, and with all.
+        """
+        buckets = planned_buckets(self._limits)
+        for n_done, bucket in enumerate(buckets):
+            on_captured(n_done, len(buckets))
             self._inputs_of(bucket)
             self._forward_of(bucket)
-            for draws, cuts in ((False, False), (True, False), (True, True)):
+            for draws, cuts in _CHOICES:
                 self._choice_of(bucket, draws, cuts)
+        on_captured(len(buckets), len(buckets))
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> ForwardOutput | None:
@@ -95,7 +103,7 @@ class DecodeSteps:
 
     def features_of(self, batch: Batch) -> torch.Tensor | None:
         """The features that the last step, which was that of `batch`, has computed."""
-        if not batch.want_features or not self._runner.feature_width:
+        if not batch.want_features or not self._limits.has_features:
             return None
         return self.features[: batch.n_rows]
 
@@ -129,12 +137,13 @@ class DecodeSteps:
         forward = self._forwards.get(bucket)
         if forward is None:
             name = f"{bucket.n_sequences} sequences of {bucket.rows_each} rows"
+            name += " with features" * bucket.wants_features
             forward = self._graphs.capture(name, partial(self._compute, bucket))
             self._forwards[bucket] = forward
         return forward
 
     def _choice_of(self, bucket: StepBucket, draws: bool, cuts: bool) -> StepGraph:
-        key = (bucket, draws, cuts)
+        key = (bucket.shape, draws, cuts)
         choice = self._choices.get(key)
         if choice is None:
             choice = self._graphs.capture(f"a choice of {bucket.n_rows} tokens", partial(self._choose, *key))
@@ -142,10 +151,10 @@ class DecodeSteps:
         return choice
 
     def _inputs_of(self, bucket: StepBucket) -> StepInputs:
-        inputs = self._inputs.get(bucket)
+        inputs = self._inputs.get(bucket.shape)
         if inputs is None:
             config, cache = self._runner.config, self._runner.cache
-            inputs = self._inputs[bucket] = StepInputs(
+            inputs = self._inputs[bucket.shape] = StepInputs(
                 bucket,
                 cache,
                 rope_pairs=config.qk_rope_head_dim // 2,
@@ -157,7 +166,7 @@ class DecodeSteps:
 
     def _compute(self, bucket: StepBucket) -> None:
         """The captured forward pass. Nothing in it waits for the host, or copies from it."""
-        inputs = self._inputs[bucket]
+        inputs = self._inputs[bucket.shape]
         self._kernels.bind(inputs.plan, inputs.device_plan, inputs.splits)
         before = self.tokens[inputs.sources.clamp(min=0)].clamp(min=0)
         token_ids = torch.where(inputs.sources >= 0, before, inputs.token_ids.long())
@@ -169,6 +178,6 @@ class DecodeSteps:
 
     def _choose(self, bucket: StepBucket, draws: bool, cuts: bool) -> None:
         """The captured choice of tokens."""
-        parameters = self._inputs[bucket].draws if draws else None
+        parameters = self._inputs[bucket.shape].draws if draws else None
         chosen = choose_tokens(self.logits[: bucket.n_rows], parameters, cut_rows if cuts else None)
         self.tokens[: bucket.n_rows].copy_(chosen)

@@ -7,12 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class LoadProgress:
-    """Bytes of the weights as they are stored. `total_bytes` is 0 until the checkpoint's headers are read."""
+    """Bytes of the weights as they are stored. `total_bytes` is 0 until the checkpoint's headers are read.
+
+    Then decode steps are captured, in so many buckets, where a device runs them as graphs.
+    """
 
     done_bytes: int = 0
     total_bytes: int = 0
+    done_captures: int = 0
+    total_captures: int = 0
 
     @property
     def share(self) -> float:
         """The loaded share, 0 to 1."""
         return min(self.done_bytes / self.total_bytes, 1.0) if self.total_bytes else 0.0
+
+    def note_captures(self, n_done: int, n_all: int) -> None:
+        self.done_captures, self.total_captures = n_done, n_all

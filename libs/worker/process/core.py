@@ -84,6 +84,7 @@ class WorkerCore:
         dial: Dial = PLAIN_DIAL,
         addresses: AddressBook | None = None,
         draft_source: DraftSource | None = None,
+        wants_features: bool = True,
         on_broken: Callable[[], None] = lambda: None,
         restore_floor_ms: float = FLOOR_MS,
         checksum: KvChecksum = UNKEYED,
@@ -93,7 +94,8 @@ class WorkerCore:
         model_dir: Path | None = None,
     ) -> None:
         """`restore_floor_ms`: how long any prompt may wait for KV. `addresses`: what may be dialled.
-        `kv_*`: PageExporter's. `model_dir` has the tokenizer for structured output."""
+        `wants_features`: EngineThread's. `kv_*`: PageExporter's. `model_dir` has the tokenizer for structured
+        output."""
         self._restore_floor_ms = restore_floor_ms
         self._checksum = checksum
         self._kv_registration = kv_registration
@@ -105,7 +107,7 @@ class WorkerCore:
         self.stats = StepStats(self.counters)
         self._busy, self._prefilled, self._generated = RecentRate(), RecentRate(), RecentRate()
         self.peers = Peers(dial=dial, addresses=addresses)
-        self.thread = EngineThread(build, self, draft_source=draft_source)
+        self.thread = EngineThread(build, self, draft_source=draft_source, wants_features=wants_features)
         # Routers learn from these which blocks this worker's cache holds.
         self.events = KvEventServicer(BlockEventLog(new_incarnation()))
         self.load_changed: Callable[[], None] = lambda: None

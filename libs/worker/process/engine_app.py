@@ -42,6 +42,8 @@ class EngineApp(WorkerApp):
     """Subclasses make the service."""
 
     options: EngineSettings
+    # Whether steps compute draft features where this worker has no source of drafts: for decode workers.
+    wants_features = True
 
     def __init__(self, options: EngineSettings) -> None:
         """Raises InvalidArgument for an engine without a model."""
@@ -84,6 +86,7 @@ class EngineApp(WorkerApp):
             dial=options.dial(),
             addresses=await open_address_book(discovery, self._stack),
             draft_source=draft_source,
+            wants_features=self.wants_features,
             on_broken=broke,
             restore_floor_ms=options.restore_floor_ms,
             checksum=KvChecksum.of_cluster(options.cluster_secret()),

@@ -27,13 +27,14 @@ from libs.common.rpc.serve import ServiceHost
 from libs.common.runtime import heap
 from libs.common.runtime.extras import missing_package
 from libs.common.runtime.malloc import keep_freed_memory
-from libs.common.runtime.readiness import ProcessHealth, loading
+from libs.common.runtime.readiness import HealthState, ProcessHealth, loading
 from libs.common.runtime.settings import parse_endpoints
 from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.logs import configure_logging, log_loop_errors
 from libs.common.telemetry.otlp import export_metrics
 from libs.common.telemetry.process_metrics import ProcessMetrics
 from libs.common.telemetry.tracing import configure_tracing
+from libs.engine.step.load_progress import LoadProgress
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.settings import ModelUnusable, WorkerSettings
 from slipstream.errors import SlipstreamError
@@ -96,7 +97,7 @@ async def serve_worker(
         advertise=options.admin_http_advertise,
         names=names,
     )
-    health = ProcessHealth(lambda: loading(app.progress.done_bytes, app.progress.total_bytes))
+    health = ProcessHealth(lambda: _loading(app.progress))
     metrics = _metrics(role, options, app, host, health)
     await host.start([app.service_name, WORKER_SERVICE])
     async with contextlib.AsyncExitStack() as stack:
@@ -123,6 +124,15 @@ async def serve_worker(
         if not app.broken:
             await worker.wait_idle(timeout_s=options.drain_s)
     return 1 if app.broken else 0
+
+
+def _loading(progress: LoadProgress) -> HealthState:
+    return loading(
+        progress.done_bytes,
+        progress.total_bytes,
+        done_captures=progress.done_captures,
+        total_captures=progress.total_captures,
+    )
 
 
 def _metrics(

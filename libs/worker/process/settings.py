@@ -13,7 +13,7 @@ from libs.common.runtime.settings import rows, setting
 from libs.common.worker_bounds import MAX_BATCH, MAX_STEP_TOKENS, MAX_THREADS
 from libs.engine.kernels.device_name import CPU, cuda_index
 from libs.engine.parallel.sizes import ParallelSizes, parse_sizes
-from libs.engine.step.draft_head import DraftHead
+from libs.engine.step.draft_head import MAX_DRAFT_TOKENS, DraftHead
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.types import Engine
 from libs.planner.fit import CARD_OVERHEAD_BYTES
@@ -138,7 +138,11 @@ def require_models(options: WorkerSettings, *names: str) -> None:
 
 
 def engine_builder(
-    options: EngineSettings, progress: LoadProgress, *, decode_steps: DecodeStepsName = "plain"
+    options: EngineSettings,
+    progress: LoadProgress,
+    *,
+    decode_steps: DecodeStepsName = "plain",
+    max_draft_tokens: int = MAX_DRAFT_TOKENS,
 ) -> Callable[[], Engine]:
     """The builder of the engine, on the thread that will own it, which writes `progress`. Torch is imported
     there, or not at all."""
@@ -151,7 +155,7 @@ def engine_builder(
 
     def build() -> Engine:
         with unusable_models(options):
-            return _torch(options, model_dir, progress, parallel, decode_steps)
+            return _torch(options, model_dir, progress, parallel, decode_steps, max_draft_tokens)
 
     return build
 
@@ -175,6 +179,7 @@ def _torch(
     progress: LoadProgress,
     parallel: ParallelSizes | None,
     decode_steps: DecodeStepsName,
+    max_draft_tokens: int,
 ) -> Engine:
     from libs.engine.core.build import EngineOptions, build_engine
     from libs.engine.kernels.device import free_device_bytes
@@ -209,6 +214,7 @@ def _torch(
             block_tokens=options.block_tokens,
             draft_model_dir=options.draft_model,
             max_batch=options.max_batch,
+            max_draft_tokens=max_draft_tokens,
             max_context_tokens=options.max_context_tokens,
             step_tokens=options.step_tokens,
             threads=options.threads,

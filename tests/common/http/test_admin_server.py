@@ -195,3 +195,11 @@ async def test_the_routes_are_those_of_the_table() -> None:
     }
     assert routes == set(HTTP_SERVICE_CLASSES)
     port.listening.close()
+
+
+def test_a_process_that_captures_says_how_far_it_is() -> None:
+    state = loading(9, 9, done_captures=3, total_captures=46)
+    assert (state.status, state.serves) == ("loading", False)
+    assert state.message == "capturing decode steps: 3 of 46 buckets"
+    assert state.figures == {"done_captures": 3, "total_captures": 46}
+    assert loading(9, 9, done_captures=46, total_captures=46) is LOADING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,12 @@ import torch
 import tests.engine.kernels.gpu.interpreted  # noqa: F401  (before the programs)
 from libs.engine.core.torch_model import TorchModel
 from libs.engine.graphs.decode_steps import DecodeSteps
+from libs.engine.graphs.step_graphs import PlainSteps, StepGraph
 from libs.engine.model.runner import ModelRunner
 from libs.engine.step.batch import Batch
+from libs.engine.step.load_progress import LoadProgress
+from libs.engine.step.step_model import SequenceRows
+from libs.engine.step.types import SamplingParams
 from tests.engine.graphs.tiny_models import (
     decode_batch,
     load_runner,
@@ -38,7 +43,7 @@ def steps(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> DecodeSteps:
     """New buffers, whose results are poisoned."""
     multiply_row_by_row(monkeypatch)
     monkeypatch.setattr(runner.loaded_kernels, "_processors", 8)
-    steps = steps_of(make_model(runner))
+    steps = steps_of(make_model(runner, max_draft_tokens=5))
     steps.logits.fill_(torch.nan)
     return steps
 
@@ -75,6 +80,7 @@ MORE_CASES = [
     ([1] * 5, [100, 3, 50, 16, 33]),
     ([1] * 7, [9, 99, 31, 70, 2, 16, 48]),
     ([4, 1, 1], [99, 64, 65]),
+    ([5, 2], [99, 300]),  # in a bucket of six rows each
     ([1] * 3, [5, 640, 300]),
     ([2, 1, 4], [400, 257, 6]),
 ]
@@ -136,22 +142,53 @@ def test_a_row_takes_the_token_that_the_step_before_chose(runner: ModelRunner, s
 def test_other_batches_have_no_bucket(steps: DecodeSteps, change: dict[str, Any]) -> None:
     batch = decode_batch([2, 1], [30, 8], seed=6, n_blocks=N_BLOCKS)
     assert steps.forward(replace(batch, **change)) is None
-    assert steps.forward(decode_batch([5], [30], seed=6, n_blocks=N_BLOCKS)) is None  # more than 3 drafts
+    assert steps.forward(decode_batch([7], [30], seed=6, n_blocks=N_BLOCKS)) is None  # more than 5 drafts
     assert steps.forward(decode_batch([1] * 9, [9] * 9, seed=6, n_blocks=1)) is None  # more than max_batch
 
 
-def test_a_capture_before_any_step_writes_no_kv(runner: ModelRunner, steps: DecodeSteps) -> None:
+class CountedSteps(PlainSteps):
+    """Counts what would be captured."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def capture(self, name: str, step: Callable[[], None]) -> StepGraph:
+        self.names.append(name)
+        return super().capture(name, step)
+
+
+def test_all_steps_are_captured_before_the_first_one(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captures write no KV, report how far they are, and leave none for later."""
+    multiply_row_by_row(monkeypatch)
+    graphs, progress, seen = CountedSteps(), LoadProgress(), list[tuple[int, int]]()
+    model = make_model(runner, max_batch=4, graphs=graphs)
+    steps = steps_of(model)
     batch = decode_batch([1] * 3, [20, 33, 9], seed=7, n_blocks=N_BLOCKS)
     before = poison(runner, batch, seed=7).nan_to_num(123.0)
-    steps.capture_all()
+    steps.capture_all(lambda n_done, n_all: seen.append((n_done, n_all)))
+    n_buckets = 3 * 4  # batches of 1, 2 and 4, with up to three drafts
+    assert seen == [(n, n_buckets) for n in range(n_buckets + 1)]
+    assert len(graphs.names) == n_buckets * 4
     for forward in steps._forwards.values():
         forward.replay()
-    assert len(steps._forwards) == 4
     assert torch.equal(runner.cache.pages.nan_to_num(123.0), before)
+    model.capture_decode_steps(progress)
+    assert (progress.done_captures, progress.total_captures) == (n_buckets, n_buckets)
     wanted = runner.forward(batch).logits
     actual = steps.forward(batch)
     assert actual is not None
     assert torch.equal(actual.logits, wanted)
+    rows = [make_rows(str(i), int(n), draws=i == 1) for i, n in enumerate(batch.context_len)]
+    assert steps.launch(batch, rows) is not None
+    assert steps.forward(decode_batch([2, 4], [20, 33], seed=8, n_blocks=N_BLOCKS)) is not None
+    assert len(graphs.names) == n_buckets * 4, "a step that serves captures nothing"
+
+
+def make_rows(seq_id: str, n_tokens: int, *, draws: bool) -> SequenceRows:
+    params = SamplingParams(temperature=0.8 if draws else 0.0, top_p=0.9)
+    return SequenceRows(seq_id, np.zeros(n_tokens, np.uint32), (), 1, 1, 1, n_tokens - 1, params, {}, None)
 
 
 def test_features_of_a_padded_step_are_those_of_the_step(tmp_path: Path) -> None:

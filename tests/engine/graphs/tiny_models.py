@@ -11,7 +11,7 @@ import torch
 
 import tests.engine.kernels.gpu.interpreted  # noqa: F401  (before the programs)
 from libs.engine.core.torch_model import TorchModel
-from libs.engine.graphs.step_graphs import PlainSteps
+from libs.engine.graphs.step_graphs import PlainSteps, StepGraphs
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.step.batch import Batch
 from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
@@ -38,13 +38,15 @@ def load_runner(path: Path, *, n_pages: int, head_dir: Path | None = None) -> Mo
     return ModelRunner.load(path, options)
 
 
-def make_model(runner: ModelRunner, *, max_batch: int = 8, max_draft_tokens: int = 3) -> TorchModel:
+def make_model(
+    runner: ModelRunner, *, max_batch: int = 8, max_draft_tokens: int = 3, graphs: StepGraphs | None = None
+) -> TorchModel:
     return TorchModel(
         runner,
         max_batch=max_batch,
         max_draft_tokens=max_draft_tokens,
         max_context_tokens=640,
-        graphs=PlainSteps(),
+        graphs=graphs or PlainSteps(),
     )
 
 

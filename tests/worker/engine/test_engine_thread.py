@@ -239,3 +239,17 @@ async def test_streams_of_an_engine_that_steps_ahead_are_whole_and_leave_no_page
         wanted = expected_tokens(engine, range(10), spec(seq_id).sampling, n=lengths[seq_id])
         assert tokens(seq_id) == wanted[: len(tokens(seq_id))]
     await thread.stop()
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+async def test_without_a_source_of_drafts_the_owner_says_whether_features_are_computed(wanted: bool) -> None:
+    listener = Listener()
+    thread = EngineThread(
+        lambda: build_fake_engine(n_pages=8, feature_width=4), listener, wants_features=wanted
+    )
+    await thread.start()
+    await thread.call(run("a"))
+    await eventually(lambda: len(listener.steps) == 4)
+    outputs = [output for step in listener.steps for output in step.outputs]
+    assert {output.features is not None for output in outputs if output.tokens} == {wanted}
+    await thread.stop()

@@ -1,7 +1,7 @@
 """How attention cuts the KV of each sequence over programs. The host knows all lengths, so it decides.
 
-The cut depends on a sequence's length and on the batch's bucket, a power of two. So a step that is padded to
-its bucket gives the bits of the same step without padding.
+The cut depends on a sequence's length, and on the sequences and rows that the batch's bucket has room for. So
+a step that is padded to its bucket gives the bits of the same step without padding.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 from libs.engine.model_spec.plan import BatchPlan
 from libs.engine.step.batch import Int32Array
+from libs.engine.step.padded_rows import padded_rows
 
 BLOCK_TOKENS = 64
 _LEAST_SPLIT_TOKENS = 256
@@ -37,9 +38,10 @@ def count_splits(n_sequences: int, most_rows: int, n_heads: int, n_processors: i
     """The most splits of a sequence, so that about one program runs on each processor of the device.
 
     A program takes the whole shared memory of a processor, so that more programs would wait for each other.
+    Both counts are those of the bucket of the step (`graphs/buckets.py`).
     """
     bucket = 1 << (n_sequences - 1).bit_length()
-    n_tiles = bucket * -(-most_rows * n_heads // _TILE_VECTORS)
+    n_tiles = bucket * -(-padded_rows(most_rows) * n_heads // _TILE_VECTORS)
     return max(n_processors // n_tiles, 1)
 
 
