@@ -11,7 +11,7 @@ from libs.planner.cards import GIB, Card
 from libs.planner.cuts import Cut, Stage, cut_stages
 from libs.planner.model_shape import ModelShape
 
-# Context, communication, graphs and activations of one card.
+# Context, communication and activations of one card.
 CARD_OVERHEAD_BYTES = int(2.5 * GIB)
 # Interpreter, torch, gRPC, and the activations of a step of one process.
 PROCESS_OVERHEAD_BYTES = GIB // 2
@@ -36,13 +36,23 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class CardMemory:
-    """`n_bytes` of each card. Each has its own weights and its own part of the KV."""
+    """`n_bytes` of each card. Each has its own weights and its own part of the KV.
+
+    decode_steps_bytes  of decode steps as graphs (libs/engine/graphs/step_memory.py); 0: they are no graphs
+    """
 
     n_bytes: int
     overhead_bytes: int = CARD_OVERHEAD_BYTES
+    decode_steps_bytes: int = 0
+
+    @property
+    def apart_bytes(self) -> int:
+        """What is neither weights nor KV."""
+        return self.overhead_bytes + self.decode_steps_bytes
 
     def overhead_text(self, cut: Cut) -> str:
-        return f"{self.overhead_bytes} bytes of overhead"
+        steps = f", {self.decode_steps_bytes} of decode steps" if self.decode_steps_bytes else ""
+        return f"{self.overhead_bytes} bytes of overhead{steps}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +152,7 @@ def fit_memory(
         free = [memory.n_bytes - cut.group_cards * PROCESS_OVERHEAD_BYTES - in_use]
         tokens = max(memory.staging.kv_room(free[0] - sum(windows)), 0) // token_bytes
         return Fit(cut, stages, in_use, free[0], free[0], tokens, tokens * token_bytes)
-    free = [memory.n_bytes - memory.overhead_bytes - size for size in weights]
+    free = [memory.n_bytes - memory.apart_bytes - size for size in weights]
     tokens = min(
         _stage_tokens(held.kv_bytes(stage.kv_token_bytes), cut, model, room, window)
         for stage, room, window in zip(stages, free, windows, strict=True)

@@ -97,6 +97,10 @@ class ModelShape:
     stored_value_bytes: int | None = 2
 
     @property
+    def vocab_size(self) -> int:
+        return self.head_params // self.hidden_size
+
+    @property
     def weights_bytes(self) -> int:
         layers = sum(layer.bytes for layer in self.layers)
         return layers + self.embedding_bytes + self.head_bytes + self.vision_bytes

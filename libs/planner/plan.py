@@ -12,6 +12,7 @@ from libs.planner.cuts import PAGE_TOKENS, enumerate_cuts, reference_cuts
 from libs.planner.fit import CARD_OVERHEAD_BYTES, Fit, fit_cut
 from libs.planner.model_shape import ModelShape
 from libs.planner.nodes import worker_nodes
+from libs.planner.step_room import DecodeStepRoom
 from libs.planner.times import EFFICIENCY, STEP_TOKENS, StepTimes
 from libs.planner.traffic import Traffic
 from slipstream.errors import InvalidArgument
@@ -56,6 +57,7 @@ class Plan:
     card: Card
     n_cards: int
     overhead_bytes: int
+    decode_steps: DecodeStepRoom | None
     traffic: Traffic
     candidates: tuple[Candidate, ...]
     references: tuple[Fit, ...]
@@ -64,6 +66,11 @@ class Plan:
     @property
     def chosen(self) -> Candidate:
         return self.candidates[0]
+
+    @property
+    def decode_steps_bytes(self) -> int:
+        """Of each card, for decode steps as graphs."""
+        return _decode_steps_bytes(self.model, self.decode_steps)
 
     def worker_arguments(self) -> dict[str, str]:
         """The flags of a worker on these cards; weights and KV in the dtypes that the plan counts."""
@@ -112,16 +119,19 @@ def make_plan(
     *,
     traffic: Traffic | None = None,
     overhead_bytes: int = CARD_OVERHEAD_BYTES,
+    decode_steps: DecodeStepRoom | None = None,
     max_token_s: float = DEFAULT_TOKEN_S,
     efficiency: float = EFFICIENCY,
 ) -> Plan:
-    """Raises InvalidArgument when no cut fits, by how much the best one misses."""
+    """`decode_steps`: as graphs, counted whole on each card; None: decode steps are no graphs.
+
+    Raises InvalidArgument when no cut fits, by how much the best one misses.
+    """
     traffic = traffic or Traffic()
-    fits = [
-        fit_cut(model, cut, card, overhead_bytes=overhead_bytes) for cut in enumerate_cuts(model, n_cards)
-    ]
+    apart_bytes = overhead_bytes + _decode_steps_bytes(model, decode_steps)
+    fits = [fit_cut(model, cut, card, overhead_bytes=apart_bytes) for cut in enumerate_cuts(model, n_cards)]
     if not any(fit.fits for fit in fits):
-        raise _no_room(model, n_cards, card, fits, overhead_bytes)
+        raise _no_room(model, n_cards, card, fits, apart_bytes)
     capacities = [_capacity(model, fit, card, traffic, max_token_s, efficiency) for fit in fits]
     candidates = sorted(map(Candidate, fits, capacities), key=_merit, reverse=True)
     return Plan(
@@ -129,13 +139,18 @@ def make_plan(
         card,
         n_cards,
         overhead_bytes,
+        decode_steps,
         traffic,
         candidates=tuple(candidates),
         references=tuple(
-            fit_cut(model, cut, card, overhead_bytes=overhead_bytes) for cut in reference_cuts(model, n_cards)
+            fit_cut(model, cut, card, overhead_bytes=apart_bytes) for cut in reference_cuts(model, n_cards)
         ),
         reason=_reason(candidates, max_token_s),
     )
+
+
+def _decode_steps_bytes(model: ModelShape, steps: DecodeStepRoom | None) -> int:
+    return 0 if steps is None else steps.n_bytes(model)
 
 
 def capacity_at(times: StepTimes, traffic: Traffic, n_sequences: int, bound: str) -> CutCapacity:

@@ -208,8 +208,12 @@ def plan(
         float, typer.Option(min=0.1, help="What a token may take, prefills of other requests included.")
     ] = 50.0,
     overhead_gib: Annotated[
-        float, typer.Option(min=0, help="Of each card: context, communication, graphs, activations.")
+        float, typer.Option(min=0, help="Of each card: context, communication, activations.")
     ] = 2.5,
+    decode_steps: Annotated[
+        str, typer.Option(help="As of decode workers: plain, or graphs and ahead, which take memory.")
+    ] = "plain",
+    max_batch: Annotated[int, typer.Option(min=1, help="Sequences in one of those steps.")] = 64,
     kv_gib: Annotated[
         float | None, typer.Option(min=0, help="Also print how many tokens so much KV memory holds.")
     ] = None,
@@ -219,9 +223,12 @@ def plan(
 
     Prints memory, KV tokens, step and prefill times of each cut, and why one is chosen.
     """
+    from libs.planner.step_room import DecodeStepRoom
     from libs.planner.traffic import Traffic, read_trace
     from supervisor.commands.plan import show_plan
 
+    if decode_steps not in ("plain", "graphs", "ahead"):
+        raise InvalidArgument("--decode-steps", f"must be plain, graphs or ahead, not {decode_steps!r}")
     if cached_tokens >= prompt_tokens:
         raise InvalidArgument("--cached-tokens", "must be fewer than --prompt-tokens")
     stated = Traffic(prompt_tokens, cached_tokens, output_tokens)
@@ -231,6 +238,7 @@ def plan(
         traffic=stated if traffic is None else read_trace(traffic),
         max_token_s=max_token_ms / 1e3,
         overhead_bytes=int(overhead_gib * 2**30),
+        decode_steps=None if decode_steps == "plain" else DecodeStepRoom(max_batch),
         kv_bytes=None if kv_gib is None else int(kv_gib * 2**30),
         as_json=as_json,
     )

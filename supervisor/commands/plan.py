@@ -15,6 +15,7 @@ from libs.planner.cuts import Cut
 from libs.planner.fit import IN_BF16, Fit
 from libs.planner.plan import Candidate, Plan, make_plan
 from libs.planner.read_shape import read_shape
+from libs.planner.step_room import DecodeStepRoom
 from libs.planner.times import EFFICIENCY
 from libs.planner.traffic import Traffic
 
@@ -42,6 +43,7 @@ def show_plan(
     traffic: Traffic,
     max_token_s: float,
     overhead_bytes: int,
+    decode_steps: DecodeStepRoom | None,
     kv_bytes: int | None,
     as_json: bool,
 ) -> None:
@@ -49,7 +51,13 @@ def show_plan(
     n_cards, card = parse_cards(gpus)
     shape = read_shape(model)
     plan = make_plan(
-        shape, n_cards, card, traffic=traffic, overhead_bytes=overhead_bytes, max_token_s=max_token_s
+        shape,
+        n_cards,
+        card,
+        traffic=traffic,
+        overhead_bytes=overhead_bytes,
+        decode_steps=decode_steps,
+        max_token_s=max_token_s,
     )
     if as_json:
         print(json.dumps(plan_document(plan, kv_bytes), indent=2))
@@ -73,6 +81,7 @@ def plan_document(plan: Plan, kv_bytes: int | None) -> dict[str, Any]:
         "card": plan.card.name,
         "card_visible_bytes": plan.card.visible_bytes,
         "card_overhead_bytes": plan.overhead_bytes,
+        "card_decode_steps_bytes": plan.decode_steps_bytes,
         "node_free_bytes": _node_free_bytes(plan),
         "host_bytes": plan.chosen.fit.host_bytes,
         "efficiency": EFFICIENCY,
@@ -122,8 +131,8 @@ def _cut_document(candidate: Candidate) -> dict[str, Any]:
 
 
 def _node_free_bytes(plan: Plan) -> int:
-    """What all cards have beside the weights, stored once, and the overhead."""
-    room = plan.card.visible_bytes - plan.overhead_bytes
+    """What all cards have beside the weights, stored once, the overhead and decode steps."""
+    room = plan.card.visible_bytes - plan.overhead_bytes - plan.decode_steps_bytes
     return plan.n_cards * room - _held_bytes(plan)
 
 
@@ -143,11 +152,20 @@ def _heading(plan: Plan) -> str:
         f"{widened}, "
         f"{model.kv_token_bytes:,} bytes of KV a token{window}\n"
         f"{plan.n_cards} x {card.name}: {card.visible_bytes / GIB:.2f} GiB each, of it "
-        f"{plan.overhead_bytes / GIB:.2f} for context, communication, graphs and activations; "
+        f"{plan.overhead_bytes / GIB:.2f} for context, communication and activations{_steps(plan)}; "
         f"{_node_free_bytes(plan) / GIB:.1f} GiB of all are left beside one copy of the weights\n"
         f"request: {traffic.prompt_tokens:,.0f} tokens ({traffic.cached_tokens:,.0f} cached), "
         f"{traffic.output_tokens:,.0f} tokens of answer; times at {EFFICIENCY:.2f} of the card's ceilings\n"
     )
+
+
+def _steps(plan: Plan) -> str:
+    """What decode steps take as graphs, where they are graphs."""
+    if plan.decode_steps is None:
+        return ""
+    room, gib = plan.decode_steps, plan.decode_steps_bytes / GIB
+    sizes = f"{room.max_batch} sequences with up to {room.max_draft_tokens} drafts"
+    return f" and, by estimate, {gib:.2f} for decode steps as graphs ({sizes})"
 
 
 def _table(plan: Plan) -> Table:

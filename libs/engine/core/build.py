@@ -16,7 +16,9 @@ from libs.engine.eagle.block_head import BlockHead
 from libs.engine.eagle.config import parse_head_config
 from libs.engine.eagle.drafter import ContextHead, DrafterEngine
 from libs.engine.eagle.head import EagleHead
-from libs.engine.graphs.step_graphs import CudaGraphs, StepGraphs
+from libs.engine.graphs.buckets import BucketLimits
+from libs.engine.graphs.step_graphs import MAX_GRAPH_BYTES, CudaGraphs, StepGraphs
+from libs.engine.graphs.step_memory import estimate_step_memory
 from libs.engine.kernels.device import open_device
 from libs.engine.kernels.interface import Kernels
 from libs.engine.kernels.library import load_library
@@ -113,7 +115,7 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
         max_context_tokens=options.max_context_tokens,
         max_draft_tokens=options.max_draft_tokens,
         drafter_digest=weights_digest(options.draft_model_dir) if options.draft_model_dir else "",
-        graphs=_open_graphs(options),
+        graphs=_open_graphs(config, options),
     )
     model.capture_decode_steps(options.progress)
     paced = PacedModel(model, options.least_step_s) if options.least_step_s else model
@@ -127,11 +129,13 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
     )
 
 
-def _open_graphs(options: EngineOptions) -> StepGraphs | None:
+def _open_graphs(config: ModelConfig, options: EngineOptions) -> StepGraphs | None:
     """Graphs of the device. A CPU has none: there launches cost nothing that a graph would save."""
     if options.device == "cpu" or options.decode_steps == "plain":
         return None
-    return CudaGraphs(open_device(options.device))
+    limits = BucketLimits(options.max_batch, options.max_draft_tokens + 1)
+    memory = estimate_step_memory(limits, vocab_size=config.vocab_size, feature_width=0, n_blocks=0)
+    return CudaGraphs(open_device(options.device), max_bytes=max(MAX_GRAPH_BYTES, memory.pool_bytes))
 
 
 def _load(

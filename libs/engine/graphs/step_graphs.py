@@ -14,7 +14,7 @@ import torch
 
 log = logging.getLogger(__name__)
 
-# What all graphs of a worker may hold: the largest bucket's activations, since graphs share their memory.
+# What all graphs of a worker may hold, and more where the largest step needs it: graphs share their memory.
 MAX_GRAPH_BYTES = 3 << 29
 _WARM_RUNS = 2  # programs are compiled, and libraries allocate, outside of a capture
 

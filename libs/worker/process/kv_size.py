@@ -11,6 +11,7 @@ from libs.engine.parallel.sizes import ParallelSizes
 from libs.planner.fit import CardMemory, HeldForm, HostMemory, Staging
 from libs.planner.kv_cache import kv_cache_bytes
 from libs.planner.read_shape import read_shape
+from libs.planner.step_room import DecodeStepRoom
 
 # fp16 weights are widened to fp32 unless another dtype is asked for.
 _HELD_BYTES = {"float32": 4, "bfloat16": 2, "float16": 4}
@@ -27,13 +28,20 @@ def default_kv_bytes(
     kv_dtype: str,
     max_context_tokens: int | None = None,
     sizes: ParallelSizes | None = None,
+    decode_steps: DecodeStepRoom | None = None,
 ) -> int:
-    """Raises InvalidArgument for an unusable config.json or too little memory. No vision tower is loaded."""
+    """`decode_steps`: of a worker whose decode steps are graphs on a device.
+
+    Raises InvalidArgument for an unusable config.json or too little memory. No vision tower is loaded.
+    """
     config = load_config(model_dir)
+    shape = replace(read_shape(model_dir), vision_bytes=0)
+    if decode_steps is not None and isinstance(memory, CardMemory):
+        memory = replace(memory, decode_steps_bytes=decode_steps.n_bytes(shape, max_context_tokens))
     weights = config.dtype if weight_dtype == "auto" else weight_dtype
     kv = ("bfloat16" if weights == "bfloat16" else "float32") if kv_dtype == "auto" else kv_dtype
     return kv_cache_bytes(
-        replace(read_shape(model_dir), vision_bytes=0),
+        shape,
         memory,
         max_batch=max_batch,
         max_context_tokens=max_context_tokens,

@@ -70,7 +70,7 @@ class EngineSettings(WorkerSettings):
         least=1,
     )
     device_overhead_bytes: int = setting(
-        "of --memory-bytes of a device: context, communication, graphs and activations",
+        "of --memory-bytes of a device: context, communication and activations",
         default=CARD_OVERHEAD_BYTES,
         least=0,
     )
@@ -183,6 +183,7 @@ def _torch(
 ) -> Engine:
     from libs.engine.core.build import EngineOptions, build_engine
     from libs.engine.kernels.device import free_device_bytes
+    from libs.planner.step_room import DecodeStepRoom
     from libs.worker.process.kv_size import default_kv_bytes, worker_memory
 
     memory = worker_memory(
@@ -192,6 +193,8 @@ def _torch(
         staging_bytes=options.kv_staging_bytes,
         is_staged=options.kv_registration == STAGED,
     )
+    has_head = options.draft_model is not None
+    room = DecodeStepRoom(options.max_batch, max_draft_tokens, has_head, options.block_tokens)
     return build_engine(
         model_dir,
         EngineOptions(
@@ -204,6 +207,7 @@ def _torch(
                 kv_dtype=options.kv_dtype,
                 max_context_tokens=options.max_context_tokens,
                 sizes=parallel,
+                decode_steps=None if decode_steps == "plain" else room,
             ),
             device=options.device,
             memory_bytes=options.memory_bytes,

@@ -73,6 +73,24 @@ def test_flags_that_the_engine_takes_have_no_refusal(tmp_path: Path) -> None:
     assert json.loads(run("--json", model=tmp_path, gpus="1xh100"))["worker_refusals"] == []
 
 
+def test_decode_steps_as_graphs_take_memory_of_each_card(tmp_path: Path) -> None:
+    """The page pool of a decode worker with the same flag is as much smaller (test_kv_size.py)."""
+    (tmp_path / "config.json").write_text(json.dumps(MOONLIGHT))
+    plain, graphs = (
+        json.loads(run("--json", *flags, model=tmp_path, gpus="1xh100"))
+        for flags in ((), ("--decode-steps", "graphs", "--max-batch", "32"))
+    )
+    n_bytes = graphs["card_decode_steps_bytes"]
+    assert plain["card_decode_steps_bytes"] == 0 and n_bytes > 5e8
+    assert plain["node_free_bytes"] - graphs["node_free_bytes"] == n_bytes
+    assert plain["cuts"][0]["kv_bytes"] - graphs["cuts"][0]["kv_bytes"] == pytest.approx(n_bytes, rel=1e-3)
+    output = run("--decode-steps", "ahead", "--max-batch", "32", model=tmp_path, gpus="1xh100")
+    room = f"{n_bytes / 2**30:.2f} for decode steps as graphs (32 sequences with up to 8 drafts)"
+    assert room in output.replace("\n", " ")
+    with pytest.raises(InvalidArgument, match="must be plain, graphs or ahead"):
+        run("--decode-steps", "fast")
+
+
 def test_a_trace_sizes_the_fleet(tmp_path: Path) -> None:
     line = {"timestamp": 0, "input_length": 9000, "output_length": 300, "hash_ids": []}
     trace = tmp_path / "trace.jsonl"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -22,9 +22,10 @@ from libs.planner.kv_cache import cut_of
 from libs.planner.model_shape import ModelShape
 from libs.planner.plan import make_plan
 from libs.planner.read_shape import read_shape
+from libs.planner.step_room import DecodeStepRoom
 from libs.worker.process import kv_size
 from libs.worker.process.kv_size import default_kv_bytes, worker_memory
-from libs.worker.process.settings import ModelUnusable, engine_builder
+from libs.worker.process.settings import DecodeStepsName, ModelUnusable, engine_builder
 from services.decode.settings import DecodeSettings
 from slipstream.errors import InvalidArgument
 from tests.engine.model.release_configs import DEEPSEEK_V3, MOONLIGHT
@@ -32,6 +33,7 @@ from tests.planner.shapes import KIMI_CONFIG
 from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 
 BIG = HostMemory(8 << 30)
+BIG_HOST = HostMemory(200 << 30)
 MODELS = {
     "K2.5": json.loads((KIMI_CONFIG / "config.json").read_text()),
     "V3": DEEPSEEK_V3,
@@ -163,6 +165,45 @@ def test_a_worker_on_devices_takes_the_tokens_of_the_plan(
             kv_dtype=given.kv_dtype,
         )
         assert kv == min(candidate.fit.kv_tokens, (1 << 16) * shape.max_context_tokens) * shape.kv_token_bytes
+
+
+def test_the_cache_leaves_room_for_decode_steps_as_graphs(tmp_path: Path) -> None:
+    """As the plan counts them; in the memory of a host there are none."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Moonlight"]))
+    shape, (n_cards, card) = loaded_shape(tmp_path), parse_cards("1xh100")
+    room = DecodeStepRoom(max_batch=1 << 9)
+    plan = make_plan(shape, n_cards, card, decode_steps=room)
+    memory = CardMemory(card.visible_bytes)
+
+    def kv_bytes(memory: CardMemory | HostMemory, steps: DecodeStepRoom | None) -> int:
+        return default_kv_bytes(
+            tmp_path, memory, max_batch=1 << 9, weight_dtype="auto", kv_dtype="auto", decode_steps=steps
+        )
+
+    assert kv_bytes(memory, room) == plan.chosen.fit.kv_bytes
+    assert kv_bytes(memory, None) - kv_bytes(memory, room) == pytest.approx(plan.decode_steps_bytes, rel=1e-3)
+    assert kv_bytes(BIG_HOST, room) == kv_bytes(BIG_HOST, None)
+    with pytest.raises(InvalidArgument, match=f"{plan.decode_steps_bytes} of decode steps"):
+        kv_bytes(CardMemory(30 << 30), room)
+
+
+@pytest.mark.parametrize("steps", ["plain", "graphs", "ahead"])
+def test_a_worker_states_the_room_of_its_decode_steps(monkeypatch: pytest.MonkeyPatch, steps: str) -> None:
+    stated: list[DecodeStepRoom | None] = []
+
+    def take(*_: object, decode_steps: DecodeStepRoom | None, **__: object) -> int:
+        stated.append(decode_steps)
+        raise InvalidArgument("stop", "here")
+
+    monkeypatch.setattr(device, "free_device_bytes", lambda name: 1)
+    monkeypatch.setattr(kv_size, "default_kv_bytes", take)
+    settings = DecodeSettings(
+        instance="d", model=Path("m"), draft_model=Path("h"), device="cuda", max_batch=7
+    )
+    name = cast(DecodeStepsName, steps)
+    with pytest.raises(ModelUnusable, match="stop"):
+        engine_builder(settings, LoadProgress(), decode_steps=name, max_draft_tokens=3)()
+    assert stated == [None if steps == "plain" else DecodeStepRoom(7, 3, has_features=True, block_tokens=64)]
 
 
 @pytest.mark.parametrize("parallel", ["tp=1", "tp=8", "tp=2,pp=4", "tp=2,kv=4", "tp=4,dp=2,ep=8"])
