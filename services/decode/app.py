@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import cast
 
 import grpc
@@ -16,7 +17,7 @@ from libs.worker.process.core import WorkerCore
 from libs.worker.process.engine_app import EngineApp
 from libs.worker.process.identity import head_fingerprint
 from libs.worker.process.settings import DecodeStepsName, engine_builder, load_local_head
-from services.decode.draft_gate import DraftGate
+from services.decode.draft_gate import AHEAD_FEATURE_FACTOR, DraftGate, GateLimits
 from services.decode.draft_state import DraftLimits
 from services.decode.local_speculation import LocalSpeculation
 from services.decode.service import DecodeService
@@ -44,13 +45,16 @@ class DecodeApp(EngineApp):
         has_head = options.draft_model is not None or options.engine == "fake"
         if options.draft_tokens < 1 or options.drafts == "off" or not has_head:
             return None
-        gate = DraftGate(is_forced=options.drafts == "on")
+        limits = GateLimits()
+        if options.decode_steps == "ahead":
+            limits = replace(limits, most_feature_factor=AHEAD_FEATURE_FACTOR)
+        gate = DraftGate(limits, is_forced=options.drafts == "on")
         if options.drafter == LOCAL:
             self._speculation = LocalSpeculation(draft_tokens=options.draft_tokens, gate=gate)
             return self._speculation
         self._fleet = await Fleet(discovery).__aenter__()
-        limits = DraftLimits(draft_tokens=options.draft_tokens, wait_cap_ms=options.draft_budget_ms)
-        self._speculation = RemoteSpeculation(self._find_drafter, limits, gate=gate, dial=options.dial())
+        waits = DraftLimits(draft_tokens=options.draft_tokens, wait_cap_ms=options.draft_budget_ms)
+        self._speculation = RemoteSpeculation(self._find_drafter, waits, gate=gate, dial=options.dial())
         return self._speculation
 
     def make_builder(self) -> Callable[[], Engine]:

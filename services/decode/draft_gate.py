@@ -13,6 +13,9 @@ from enum import Enum
 
 from services.decode.step_costs import SetupCosts, StepWindow
 
+# Of limits where plain steps run ahead of the host (engine/core/ahead_steps.py): with features none does.
+AHEAD_FEATURE_FACTOR = 4.0
+
 
 class DraftMode(Enum):
     """The drafts of a step. FEATURES computes what a drafter needs, and asks for nothing."""
@@ -39,6 +42,7 @@ class GateLimits:
     checked_steps: int = 16  # how often drafts are compared with the last trial without them
     trial_share: float = 0.01
     longest_pause_ms: float = 120_000.0
+    most_feature_factor: float = 1.25  # a plain step with features, of one without; at most
     kept_steps: int = 32  # with features in a batch without drafts, after the last step of one with drafts
     margin: float = 0.02
 
@@ -101,6 +105,7 @@ class DraftGate:
     _trial: _TrialPhase = _TrialPhase.NONE
     _stage_steps: int = 0  # of all batches in this stage of the trial
     _excess_ms: float = 0.0  # what the trial has cost so far
+    _knows_features: bool = False  # `feature_factor` is measured
     _kept_steps: int = 0  # that still keep contexts whole after the last step with drafts
 
     def choose(self, n_sequences: int, context_tokens: int, *, is_whole: bool = True) -> DraftMode:
@@ -223,7 +228,10 @@ class DraftGate:
         for bucket in self._closed():
             if len(bucket.trial) >= self.limits.least_steps:
                 ratio = bucket.trial.median_ms / max(bucket.window.median_ms, 1e-9)
-                self.feature_factor += 0.3 * (min(max(ratio, 1.0), 1.25) - self.feature_factor)
+                weight = 0.3 if self._knows_features else 1.0
+                bounded = min(max(ratio, 1.0), self.limits.most_feature_factor)
+                self.feature_factor += weight * (bounded - self.feature_factor)
+                self._knows_features = True
 
     def _advance(self, bucket: _Bucket, *, has_drafts: bool) -> None:
         """A step of this bucket was recorded."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.decode.draft_gate import DraftGate, DraftMode, GateLimits
+from services.decode.draft_gate import AHEAD_FEATURE_FACTOR, DraftGate, DraftMode, GateLimits
 
 LIMITS = GateLimits()
 N_DRAFTS = 3
@@ -127,6 +127,20 @@ def test_drafts_that_stop_paying_are_left_out_within_a_few_steps() -> None:
     run(gate, Machine(), 3000)
     ran = run(gate, Machine(accepted=0.1), 300)
     assert ran.modes[-100:].count(DraftMode.OFF) > 60
+
+
+def test_plain_steps_that_run_ahead_are_judged_by_what_they_cost_without_features() -> None:
+    """A trial of plain steps keeps contexts whole: it computes features, and so runs no step ahead."""
+    limits = GateLimits(most_feature_factor=AHEAD_FEATURE_FACTOR)
+    paying, losing = (
+        Machine(base_ms=5.0, row_ms=0.1, drafter_ms=0.2, features=1.9, accepted=accepted)
+        for accepted in (2.0, 0.6)
+    )
+    assert losing.cost_ms(DraftMode.OFF) < losing.cost_ms(DraftMode.ON) < losing.cost_ms(DraftMode.FEATURES)
+    gate = DraftGate(limits)
+    assert run(gate, paying, 3000).modes[-200:].count(DraftMode.ON) > 150
+    run(gate, losing, 3000)
+    assert run(gate, losing, 400).modes.count(DraftMode.OFF) > 350
 
 
 def test_batches_and_lengths_are_judged_apart() -> None:
