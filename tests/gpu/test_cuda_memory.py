@@ -108,7 +108,7 @@ async def test_the_socket_transport_refuses_device_memory_with_the_reason(cuda: 
 
 
 def test_a_page_is_read_while_a_launched_step_runs(cuda: str) -> None:
-    """It waits for what `mark` covers, and not for the work behind that."""
+    """It waits for the copies before it, and not for the work behind them."""
     cache = filled(cuda, 4)
     assert isinstance(cache.memory, torch.Tensor)
     copies = PageCopies(cache.memory, cache.page_bytes)

@@ -321,9 +321,7 @@ class PagedEngine:
         self._step_abort.begin({part.seq_id: part.n_rows for part in rows})
         try:
             with self.state_lock.released():
-                result = self.model.run(batch, rows, self._step_abort.flag)
-                self._copies.mark()  # the chunk of a prompt may still run
-                return result
+                return self.model.run(batch, rows, self._step_abort.flag)
         except StepAborted:
             aborted = True
             return None

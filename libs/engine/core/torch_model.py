@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,6 +56,7 @@ class TorchModel:
     ) -> None:
         """`graphs`: how steps of decoding rows run again; None = each is launched program by program."""
         self._runner = runner
+        self._device = runner.cache.pages.device
         self._mask_thread = MaskThread()
         shape = runner.cache.shape
         self.info = EngineInfo(
@@ -106,7 +107,10 @@ class TorchModel:
         finally:
             ready = masks()  # also after an aborted step: no one else may use the constraints until then
         tokens, logprobs = sample(output.logits, rows, ready)
-        return StepResult(tokens, logprobs, _in_host(output.features), output.scores)
+        features = _in_host(output.features)
+        if not tokens:  # nothing was read, so the device may still write the KV
+            wait_for_device(self._device)
+        return StepResult(tokens, logprobs, features, output.scores)
 
     def capture_decode_steps(self, progress: LoadProgress | None = None) -> None:
         """Capture the steps of all batches now, so that no request waits for it."""
@@ -133,7 +137,8 @@ class TorchModel:
         try:
             yield
         except BaseException:
-            wait_for_device(self._runner.cache.pages.device)
+            with suppress(RuntimeError):  # the first failure is the one to raise
+                wait_for_device(self._device)
             raise
 
     def _run_on_device(self, batch: Batch, rows: Sequence[SequenceRows]) -> StepResult | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 from typing import TYPE_CHECKING
@@ -43,10 +42,9 @@ def free_device_bytes(name: str) -> int | None:
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait for all that was launched, also where some of it failed; a CPU has nothing in flight."""
+    """Wait for all that was launched; a CPU has nothing in flight. Raises what the device raises."""
     if device.type == "cuda":
-        with contextlib.suppress(RuntimeError):  # the failure is raised where it was found
-            torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)
 
 
 def open_triton_kernels(device: torch.device, dtype: torch.dtype) -> TritonKernels:

@@ -1,9 +1,8 @@
 """Copies of pages: within the cache in the order of the engine's steps, and to the host beside them.
 
-On a device a copy to the host runs on a stream of the copies alone. It waits for the steps that `mark`
-covers, and not for those that were launched since. The engine calls `mark` behind each step whose results
-the host may not have read. A page of a launched step is named to others only after the host has read the
-step's tokens.
+On a device a copy to the host runs on a stream of these copies alone. It waits for the copies within the
+cache that came before it, and not for the steps that were launched since. The steps that wrote the page have
+ended: the engine names its block to others only then.
 """
 
 from __future__ import annotations
@@ -16,44 +15,40 @@ from libs.engine.step.types import DeviceBytes
 
 
 class PageCopies:
-    """`memory`: as Engine.memory. Only the engine's thread calls `copy` and `mark`; any thread reads."""
+    """`memory`: as Engine.memory. Only the engine's thread calls `copy`; any thread reads."""
 
     def __init__(self, memory: memoryview | DeviceBytes, page_bytes: int) -> None:
         self._memory: Any = memory  # slices of either are assigned alike
         self._page_bytes = page_bytes
         self._cuda: Any = None  # torch.cuda
-        self._written: Any = None
+        self._copied: Any = None
         self._stream: Any = None
         if not isinstance(memory, memoryview) and memory.device.type == "cuda":
             import torch
 
             self._cuda = torch.cuda
-            self._written = self._cuda.Event()
+            self._copied = self._cuda.Event()
             self._stream = self._cuda.Stream(memory.device)  # never waits for another stream by itself
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy the first page of each pair to the second."""
         for source, target in pairs:
             self._memory[self._span(target)] = self._memory[self._span(source)]
-        self.mark()
-
-    def mark(self) -> None:
-        """Reads from now on see what was launched up to now."""
-        if self._written is not None:
-            self._written.record(self._cuda.current_stream(self._memory.device))
+        if self._copied is not None:
+            self._copied.record(self._cuda.current_stream(self._memory.device))
 
     def read(self, page: int) -> memoryview:
         """The bytes of one page: a view of host memory, or a copy of device memory."""
         content = self._memory[self._span(page)]
         if isinstance(content, memoryview):
             return content
-        with self._behind_marked():
+        with self._behind_copies():
             return memoryview(content.cpu().numpy())
 
-    def _behind_marked(self) -> AbstractContextManager[Any]:
+    def _behind_copies(self) -> AbstractContextManager[Any]:
         if self._stream is None:
             return nullcontext()
-        self._stream.wait_event(self._written)
+        self._stream.wait_event(self._copied)
         entered: AbstractContextManager[Any] = self._cuda.stream(self._stream)
         return entered
 

@@ -81,7 +81,7 @@ class StepModel(Protocol):
     def memory_address(self) -> int: ...
 
     def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
-        """Write the KV of all rows and sample. An error changes no sequence, and nothing still runs then.
+        """Write the KV of all rows and sample. An error changes no sequence. Nothing of it runs afterwards.
 
         Raises StepAborted soon after `stop` was set; then a later step computes the rows' KV again.
         """

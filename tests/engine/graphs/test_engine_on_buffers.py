@@ -153,6 +153,7 @@ def test_what_began_before_an_error_ends_before_it_is_raised(
     def wait(device: torch.device) -> None:
         assert device == runner.cache.pages.device
         held_at_wait.append(engine.ledger().pages_held)
+        raise RuntimeError("the device has failed before")
 
     def fail(*_: object) -> None:
         raise RuntimeError("the device failed")
@@ -169,3 +170,24 @@ def test_what_began_before_an_error_ends_before_it_is_raised(
     assert held_at_wait == [1]
     engine.release(spec.seq_id)
     assert engine.ledger().pages_held == 0
+
+
+def test_a_step_without_a_token_ends_before_its_result(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk of a prompt: its time is that of its step, and its pages may be released or read."""
+    engine, n_waits = make_engine(runner, None), 0
+
+    def wait(device: torch.device) -> None:
+        nonlocal n_waits
+        n_waits += 1
+
+    monkeypatch.setattr(torch_model, "wait_for_device", wait)
+    engine.reserve(make_spec("s", list(range(30)), max_tokens=2))
+    engine.start("s")
+    waits = []
+    while engine.has_work():
+        [output] = engine.step()
+        waits.append((len(output.tokens), n_waits))
+    assert waits == [(0, 1), (1, 1), (1, 1)], "those that read a token have waited"
+    engine.release("s")
