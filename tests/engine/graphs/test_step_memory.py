@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,6 +60,12 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self._live)
 
 
+def peak_of(step: Callable[[], None]) -> int:
+    with torch.inference_mode(), LiveBytes() as live:
+        step()
+    return live.peak
+
+
 def storage_of(tensor: torch.Tensor) -> Any:
     return tensor.untyped_storage()
 
@@ -95,11 +102,10 @@ def test_the_estimate_has_room_for_the_largest_step_and_little_more(
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda *args, **kwargs: None)
     steps, bucket = steps_of(config, limits), planned_buckets(limits)[0]
     steps._inputs_of(bucket)
-    peaks = []
-    for step in (lambda: steps._compute(bucket), lambda: steps._choose(bucket.shape, True, True)):
-        with torch.inference_mode(), LiveBytes() as live:
-            step()
-        peaks.append(live.peak)
+    peaks = [
+        peak_of(partial(steps._compute, bucket)),
+        peak_of(partial(steps._choose, bucket.shape, True, True)),
+    ]
     assert min(peaks) > bucket.n_rows * config.vocab_size * 4, "both make logits"
     wanted = estimate(config, limits).pool_bytes
     assert max(peaks) <= wanted <= 1.3 * max(peaks)
