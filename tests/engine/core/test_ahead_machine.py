@@ -28,13 +28,13 @@ VOCAB = 12  # few tokens, so that a stop token is common
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 9], [1]]
 
 
-def make_engine(*, n_pages: int, max_batch: int) -> tuple[PagedEngine, DeferredModel]:
+def make_engine(*, n_pages: int, max_batch: int, feature_width: int = 0) -> tuple[PagedEngine, DeferredModel]:
     fake = build_fake_engine(
         n_pages=n_pages,
         block_tokens=BLOCK,
         vocab_size=VOCAB,
         max_context_tokens=CONTEXT,
-        feature_width=0,
+        feature_width=feature_width,
         max_batch=max_batch,
     ).model
     assert isinstance(fake, FakeModel)
@@ -312,6 +312,29 @@ def test_what_needs_the_host_ends_the_run_of_launched_steps() -> None:
     wanted = start_streams(engine, [plain, SamplingParams(seed=2, max_tokens=4, presence_penalty=0.5), plain])
     assert finish(engine) == wanted
     assert model.n_followed >= 4  # of the others, after its end
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 5])
+def test_features_begin_and_end_between_launched_steps(period: int) -> None:
+    """The draft gate changes its mind: what a head gets follows on, and a step in flight has none."""
+    engine, model = make_engine(n_pages=64, max_batch=8, feature_width=4)
+    wanted = start_streams(engine, [SamplingParams(seed=seed, max_tokens=16) for seed in range(3)])
+    emitted: dict[str, list[int]] = {seq_id: [] for seq_id in wanted}
+    n_with = n_steps = 0
+    while engine.has_work():
+        n_steps += 1
+        for output in engine.step(features=n_steps // period % 2 == 0):
+            emitted[output.seq_id] += output.tokens
+            if output.features is None:
+                continue
+            n_with += 1
+            end = output.feature_start + len(output.features)
+            assert end == output.computed_tokens
+            assert output.feature_tokens is not None
+            tokens = [1, 2, int(output.seq_id), *emitted[output.seq_id]]
+            assert output.feature_tokens.tolist() == tokens[output.feature_start + 1 : end + 1]
+    assert emitted == wanted
+    assert n_with >= 3 and (model.n_followed > 3 or period == 1)
 
 
 def test_a_model_that_cannot_launch_is_refused() -> None:
