@@ -61,7 +61,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_of(step: Callable[[], None]) -> int:
-    with torch.inference_mode(), LiveBytes() as live:
+    live = LiveBytes()
+    with torch.inference_mode(), live:
         step()
     return live.peak
 
