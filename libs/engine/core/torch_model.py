@@ -170,7 +170,11 @@ class TorchModel:
             runner,
             kernels,
             graphs,
-            BucketLimits(self.info.max_batch, most_rows, has_features=self.info.feature_width > 0),
+            BucketLimits(
+                self.info.max_batch,
+                most_rows,
+                has_features=self.info.feature_width > 0 and self.info.max_draft_tokens > 0,
+            ),
             max_context_tokens=self.info.max_context_tokens,
         )
 

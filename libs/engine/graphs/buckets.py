@@ -82,8 +82,11 @@ def planned_buckets(limits: BucketLimits) -> list[StepBucket]:
 def choose_bucket(batch: Batch, limits: BucketLimits) -> StepBucket | None:
     """The smallest bucket with room for the batch.
 
-    None for a batch with a row that is not sampled, with scored rows, or beyond the limits.
+    None for a batch with a row that is not sampled, with scored rows, or beyond the limits, and for features
+    that no bucket has.
     """
+    if batch.want_features and not limits.has_features:
+        return None
     if batch.n_sequences > limits.max_batch or len(batch.scored_rows):
         return None
     if len(batch.logit_rows) != batch.n_rows:
@@ -94,7 +97,7 @@ def choose_bucket(batch: Batch, limits: BucketLimits) -> StepBucket | None:
     bucket = StepBucket(
         next(size for size in bucket_sizes(limits.max_batch) if size >= batch.n_sequences),
         min(padded_rows(rows_each), limits.max_rows_each),
-        batch.want_features and limits.has_features,
+        batch.want_features,
     )
     return bucket if _is_planned(bucket, limits) else None
 

@@ -193,8 +193,8 @@ def _torch(
         staging_bytes=options.kv_staging_bytes,
         is_staged=options.kv_registration == STAGED,
     )
-    has_head = options.draft_model is not None
-    room = DecodeStepRoom(options.max_batch, max_draft_tokens, has_head, options.block_tokens)
+    has_drafts = options.draft_model is not None and max_draft_tokens > 0
+    room = DecodeStepRoom(options.max_batch, max_draft_tokens, has_drafts, options.block_tokens)
     return build_engine(
         model_dir,
         EngineOptions(
