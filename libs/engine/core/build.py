@@ -18,7 +18,7 @@ from libs.engine.eagle.drafter import ContextHead, DrafterEngine
 from libs.engine.eagle.head import EagleHead
 from libs.engine.graphs.buckets import BucketLimits
 from libs.engine.graphs.step_graphs import MAX_GRAPH_BYTES, CudaGraphs, StepGraphs
-from libs.engine.graphs.step_memory import estimate_step_memory
+from libs.engine.graphs.step_memory import StepMemory, estimate_step_memory
 from libs.engine.kernels.device import open_device
 from libs.engine.kernels.interface import Kernels
 from libs.engine.kernels.library import load_library
@@ -95,6 +95,7 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
         _check_head(options.draft_model_dir, config)
     kv_dtype = _kv_dtype(config, options)
     _check_context(config, kv_dtype, options)
+    steps = _step_memory(config, options)
     runner_options = RunnerOptions(
         n_pages=_n_pages(config, kv_dtype, options),
         block_tokens=options.block_tokens,
@@ -106,6 +107,7 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
         head_dir=options.draft_model_dir,
         threads=options.threads,
         memory_bytes=options.memory_bytes,
+        step_bytes=0 if steps is None else steps.n_bytes,
         progress=options.progress,
         packed_dir=options.packed_dir,
     )
@@ -115,7 +117,7 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
         max_context_tokens=options.max_context_tokens,
         max_draft_tokens=options.max_draft_tokens,
         drafter_digest=weights_digest(options.draft_model_dir) if options.draft_model_dir else "",
-        graphs=_open_graphs(config, options),
+        graphs=_open_graphs(steps, options),
     )
     model.capture_decode_steps(options.progress)
     paced = PacedModel(model, options.least_step_s) if options.least_step_s else model
@@ -129,13 +131,24 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
     )
 
 
-def _open_graphs(config: ModelConfig, options: EngineOptions) -> StepGraphs | None:
-    """Graphs of the device. A CPU has none: there launches cost nothing that a graph would save."""
+def _step_memory(config: ModelConfig, options: EngineOptions) -> StepMemory | None:
+    """Of decode steps as graphs. A CPU has none: there launches cost nothing that a graph would save."""
     if options.device == "cpu" or options.decode_steps == "plain":
         return None
-    limits = BucketLimits(options.max_batch, options.max_draft_tokens + 1)
-    memory = estimate_step_memory(limits, vocab_size=config.vocab_size, feature_width=0, n_blocks=0)
-    return CudaGraphs(open_device(options.device), max_bytes=max(MAX_GRAPH_BYTES, memory.pool_bytes))
+    has_features = options.draft_model_dir is not None and options.max_draft_tokens > 0
+    context_tokens = options.max_context_tokens or config.max_position_tokens
+    return estimate_step_memory(
+        BucketLimits(options.max_batch, options.max_draft_tokens + 1, has_features),
+        vocab_size=config.vocab_size,
+        feature_width=config.hidden_size if has_features else 0,
+        n_blocks=-(-context_tokens // options.block_tokens),
+    )
+
+
+def _open_graphs(steps: StepMemory | None, options: EngineOptions) -> StepGraphs | None:
+    if steps is None:
+        return None
+    return CudaGraphs(open_device(options.device), max_bytes=max(MAX_GRAPH_BYTES, steps.pool_bytes))
 
 
 def _load(

@@ -59,6 +59,7 @@ class RunnerOptions:
     latent_norm_eps epsilon of the q and kv latent norms; 1e-6 as transformers, None = rms_norm_eps as others
     head_dir        EAGLE-3 head directory whose `fc.weight` fuses the features; None = no features
     memory_bytes    what weights and cache may take together; None = the machine's or the container's
+    step_bytes      of that memory, for decode steps as graphs
     threads         CPU threads of the kernels; None = what torch started with (OMP_NUM_THREADS, or all cores)
     progress        follows the weights that are read; None = it is not followed
     packed_dir      where processes share packed weights (compiled kernels only); None = each has its own
@@ -74,6 +75,7 @@ class RunnerOptions:
     latent_norm_eps: float | None = 1e-6
     head_dir: Path | None = None
     memory_bytes: int | None = None
+    step_bytes: int = 0
     threads: int | None = None
     progress: LoadProgress | None = None
     packed_dir: Path | None = None
@@ -211,10 +213,11 @@ def check_memory(weight_bytes: int, cache: CacheShape, options: RunnerOptions) -
     limit = options.memory_bytes
     if limit is None:
         limit = free_device_bytes(options.device) or memory_limit_bytes()
-    missing = weight_bytes + cache_bytes - limit
+    missing = weight_bytes + cache_bytes + options.step_bytes - limit
     if missing > 0:
+        steps = f", decode steps of {options.step_bytes / 1e9:.3f} GB" if options.step_bytes else ""
         raise FailedPrecondition(
-            f"weights of {weight_bytes / 1e9:.3f} GB and a KV cache of {cache_bytes / 1e9:.3f} GB "
+            f"weights of {weight_bytes / 1e9:.3f} GB{steps} and a KV cache of {cache_bytes / 1e9:.3f} GB "
             f"do not fit in {limit / 1e9:.3f} GB of memory: {missing / 1e9:.3f} GB are missing"
         )
 

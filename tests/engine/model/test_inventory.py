@@ -120,6 +120,16 @@ def test_more_weights_and_cache_than_memory_are_refused_first(
             ModelRunner.load(model_dir, options)
 
 
+def test_decode_steps_as_graphs_count_beside_weights_and_cache(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stated cache that leaves them no room is refused before any tensor is read."""
+    monkeypatch.delattr(Checkpoint, "tensor")
+    options = RunnerOptions(n_pages=2, memory_bytes=10**9, step_bytes=10**9)
+    with pytest.raises(FailedPrecondition, match=r"decode steps of 1.000 GB and a KV cache .* are missing"):
+        ModelRunner.load(model_dir, options)
+
+
 FLOAT_TENSORS = (
     "model.embed_tokens.weight",
     "model.norm.weight",
