@@ -302,12 +302,17 @@ class RouterServer:
     async def _read_request(self, method: str, context: Context) -> Any:
         """The message of an accepted call, within its tenant's shares of connections and messages."""
         self._grpc.name_call(context)
-        tenant = current_caller().tenant
-        with self._grpc.logged_unless_read(method, context):
+        tenant, began_s = current_caller().tenant, self._grpc.clock()
+        try:
             if not self._options.keys.open:  # else all clients are one tenant
                 self._count_connection(context.peer(), tenant)
             async with self._received.receiving(tenant):
                 return await read_request(method, context)
+        except BaseException as error:
+            self._grpc.note_unread(method, context, error, began_s=began_s)
+            raise
+        finally:
+            del context  # see libs/common/rpc/serve.py
 
     def _count_connection(self, peer: str, tenant: str) -> None:
         """Count the connection of the call that this task handles, until the call ends. Raises Overloaded."""

@@ -85,15 +85,31 @@ class TenantSlots:
     @contextlib.asynccontextmanager
     async def slot(self, tenant: str) -> AsyncIterator[None]:
         """Do one piece of the tenant's work inside. Raises Overloaded when no slot is free in time."""
+        await self.enter(tenant)
+        try:
+            yield
+        finally:
+            self.leave(tenant)
+
+    async def enter(self, tenant: str) -> None:
+        """Begin one piece of the tenant's work, which `leave` ends. Raises as `slot`."""
         of_tenant = self._tenants.setdefault(tenant, asyncio.Semaphore(self._most))
         self._users[tenant] += 1
         try:
-            async with _entered(of_tenant, self._wait_s):
-                yield
-        finally:
-            self._users[tenant] -= 1
-            if not self._users[tenant]:
-                del self._users[tenant], self._tenants[tenant]
+            await _acquire(of_tenant, self._wait_s)
+        except BaseException:
+            self._forget(tenant)
+            raise
+
+    def leave(self, tenant: str) -> None:
+        """End a piece that `enter` began."""
+        self._tenants[tenant].release()
+        self._forget(tenant)
+
+    def _forget(self, tenant: str) -> None:
+        self._users[tenant] -= 1
+        if not self._users[tenant]:
+            del self._users[tenant], self._tenants[tenant]
 
 
 class TokenSlots:
@@ -139,18 +155,24 @@ class ReceiveSlots:
         if self._of_tenants.waiting_or_running(tenant) >= self._most_tenant_calls:
             raise Overloaded(BUSY_MESSAGE, retry_after_ms=_RETRY_AFTER_MS)
         # First its own: a tenant that waits for itself holds nothing of the others'.
-        async with self._of_tenants.slot(tenant), _entered(self._all, self._wait_s):
-            yield
+        await self._of_tenants.enter(tenant)
+        try:
+            await _acquire(self._all, self._wait_s)
+            try:
+                yield
+            finally:
+                self._all.release()
+        finally:
+            self._of_tenants.leave(tenant)
 
 
-@contextlib.asynccontextmanager
-async def _entered(room: asyncio.Semaphore, wait_s: float) -> AsyncIterator[None]:
+async def _acquire(room: asyncio.Semaphore, wait_s: float) -> None:
+    """Take a place of the room. Raises Overloaded when none is free in time."""
+    if not room.locked():  # as for nearly all messages, and a time-out costs more than all else here
+        await room.acquire()
+        return
     try:
-        async with asyncio.timeout(wait_s if room.locked() else None):
+        async with asyncio.timeout(wait_s):
             await room.acquire()
     except TimeoutError:
         raise Overloaded(BUSY_MESSAGE, retry_after_ms=_RETRY_AFTER_MS) from None
-    try:
-        yield
-    finally:
-        room.release()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -59,6 +58,7 @@ class GrpcServer:
         self._manager = manager
         self._sent = sent
         self._access_log = access_log or AccessLog()
+        self.clock = self._access_log.clock
         clock = asyncio.get_running_loop().time
         self.callers = Callers(keys, clock)
         reader = CallReader(manager, responses)
@@ -91,8 +91,8 @@ class GrpcServer:
             "ListWorkers": (self._lists.list_workers, router_pb2.ListWorkersRequest),
         }
         handlers: dict[str, Any] = {name: self.unary(name, *method) for name, method in unary.items()}
-        handlers["Generate"] = grpc.unary_stream_rpc_method_handler(
-            self.generation.generate, request_deserializer=None, response_serializer=_serialize
+        handlers["Generate"] = grpc.unary_unary_rpc_method_handler(
+            self.generation.generate, request_deserializer=None, response_serializer=None
         )
         self._server = server
         self.add(SERVICE_NAME, handlers)
@@ -118,22 +118,14 @@ class GrpcServer:
             note_failure(record, error)
         return trailing_id(record.request_id)
 
-    @contextlib.contextmanager
-    def logged_unless_read(self, method: str, context: Context) -> Iterator[None]:
+    def note_unread(self, method: str, context: Context, error: BaseException, *, began_s: float) -> None:
         """Log an accepted call whose message cannot be read. The handler logs the others."""
         record = AccessRecord("grpc", _logged_name(method))
-        began_s = self._access_log.clock()
-        try:
-            yield
-        except BaseException as error:
-            record.request_id = request_id_of(context)
-            record.tenant = self.callers.tenant(context)
-            record.key_name = self.callers.key_name(context)
-            note_failure(record, error)
-            self._access_log.end(record, duration_s=self._access_log.clock() - began_s)
-            raise
-        finally:
-            del context  # see libs/common/rpc/serve.py
+        record.request_id = request_id_of(context)
+        record.tenant = self.callers.tenant(context)
+        record.key_name = self.callers.key_name(context)
+        note_failure(record, error)
+        self._access_log.end(record, duration_s=self.clock() - began_s)
 
     def unary(self, name: str, method: UnaryMethod, kind: Any) -> grpc.RpcMethodHandler[Any, Any]:
         """The handler of a method with one answer. `kind` None: the method parses the raw bytes itself."""
