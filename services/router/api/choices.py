@@ -68,6 +68,11 @@ class ChoiceRuns:
         """The choices that compute a prompt: their usage counts it."""
         return frozenset(self._leaders)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether `next_events` has returned the end of each choice."""
+        return not self._n_unfinished
+
     async def next_events(self) -> ChoiceEvents | None:
         """Wait for events of one choice; None after the end of all. Raises the error of the first to fail."""
         if not self._n_unfinished:

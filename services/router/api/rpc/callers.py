@@ -35,6 +35,10 @@ class Callers:
         """The name of the call's API key; empty without one."""
         return self._keys.key_name(self.key_sha256(context))
 
+    def key_name_of(self, caller: Caller) -> str:
+        """The name of the caller's API key; empty without one."""
+        return self._keys.key_name(caller.key_sha256)
+
     def check_key(self, context: Context) -> None:
         """Raise Unauthenticated where the call's API key counts no more: the call began with it."""
         metadata = metadata_of(context)

@@ -61,25 +61,30 @@ class GenerateMethod:
         self.write_stall_s = write_stall_s
         self.reset_s = reset_s
 
-    async def generate(self, data: bytes, context: Context) -> None:
-        """Generate. The request's task outlives no end of this call, however the call ends."""
+    async def generate(self, data: bytes, context: Context) -> bytes:
+        """Generate, and return the last response. The request's task outlives no end of this call.
+
+        To gRPC's server it is a method of one response, which writes others before: only such a method's last
+        message shares a write with its status. On the wire both kinds are equal.
+        """
         with self._access_log.call("grpc", "Generate") as record:
             record.request_id = request_id_of(context)
             record.trace_id = tracing.trace_id()
             try:
-                await self._generate(data, context, record)
+                response = await self._generate(data, context, record)
                 record.status = "OK"
+                return response
             except BaseException as error:
                 note_failure(record, error)
                 raise
             finally:
                 del context  # see libs/common/rpc/serve.py
 
-    async def _generate(self, data: bytes, context: Context, record: AccessRecord) -> None:
+    async def _generate(self, data: bytes, context: Context, record: AccessRecord) -> bytes:
         arrived_s = self._clock()
         metadata = metadata_of(context)
         caller = self._callers.caller(metadata, context, endpoint="Generate")
-        record.tenant, record.key_name = caller.tenant, self._callers.key_name(context)
+        record.tenant, record.key_name = caller.tenant, self._callers.key_name_of(caller)
         status = None
         try:
             # An invalid id of the metadata is refused by name, not replaced.
@@ -116,7 +121,7 @@ class GenerateMethod:
         keep = None if keeper is None else partial(self._keep, keeper, caller.tenant)
         try:
             answer.prompt = await self._prompt_text(call, caller)
-            await self._answer(run, answer, self._limits(caller), context, keep)
+            return await self._answer(run, answer, self._limits(caller), context, keep)
         finally:
             decision = run.decision() if metadata.get(DEBUG_HEADER) == "1" else None
             placement = [] if decision is None else [(PLACEMENT_HEADER, header_text(decision))]
@@ -126,9 +131,10 @@ class GenerateMethod:
 
     async def _answer_choices(
         self, call: ParsedCall, choices: ChoiceRuns, caller: Caller, request_id: str, context: Context
-    ) -> None:
-        """Write the events of all answers, each with the index of its answer."""
+    ) -> bytes:
+        """Write the events of all answers, each with the index of its answer. Returns the last response."""
         answer = CallAnswer(call)
+        watch = WriteWatch(context, choices, stall_s=self.write_stall_s, reset_s=self.reset_s)
         try:
             await choices.start()
             request_id = choices.first.request_id
@@ -138,15 +144,13 @@ class GenerateMethod:
             while (item := await choices.next_events()) is not None:
                 index, events = item
                 response = answer.response(events, index)
-                if not response.events:
-                    continue
-                watch = WriteWatch(choices, stall_s=self.write_stall_s, reset_s=self.reset_s)
-                try:
-                    with ending_with_call():
-                        await context.write(response)
-                finally:
-                    watch.cancel()
+                if choices.is_complete:
+                    return response.SerializeToString()
+                if response.events:
+                    await watch.write(response.SerializeToString())
+            raise errors.Internal("the answer has no end")
         finally:
+            watch.cancel()
             context.set_trailing_metadata(answer.metadata(request_id, self._limits(caller)))
             choices.end()
 
@@ -177,28 +181,28 @@ class GenerateMethod:
         limits: Mapping[str, str],
         context: Context,
         keep: _Keep | None,
-    ) -> None:
-        """Write the events, those that are ready together in one response. `keep` stores them before."""
+    ) -> bytes:
+        """Write the events, those that are ready together in one response. `keep` stores them before.
+
+        Returns the last response.
+        """
         # While a response waits for a client that does not read, this task stands still, and the request
         # ends without it.
         run.sink.holds_start = True
         release = asyncio.get_running_loop().call_later(_MAX_START_WAIT_S, run.sink.release_start)
+        watch = WriteWatch(context, run, stall_s=self.write_stall_s, reset_s=self.reset_s)
         try:
             with ending_with_call():
                 await context.send_initial_metadata(answer.metadata(run.request_id, limits))
             while events := await run.sink.next_events():
                 if keep is not None:
                     await keep(events)
-                if not (response := answer.response(events)).events:
-                    continue
-                watch = WriteWatch(run, stall_s=self.write_stall_s, reset_s=self.reset_s)
-                try:
-                    with ending_with_call():
-                        await context.write(response)
-                finally:
-                    watch.cancel()
+                response = answer.response(events)
                 if events[-1].HasField("finished"):
-                    return
+                    return response.SerializeToString()
+                if response.events:
+                    await watch.write(response.SerializeToString())
         finally:
             release.cancel()
+            watch.cancel()
         raise errors.Internal("the answer has no end")
