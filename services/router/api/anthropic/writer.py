@@ -171,5 +171,4 @@ def _delta(index: int, kind: str, field: str, text: str) -> bytes:
 
 def sse(name: str, event: Mapping[str, Any]) -> bytes:
     """One server-sent event."""
-    data = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-    return f"event: {name}\ndata: {data}\n\n".encode()
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(event) + b"\n\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from json.encoder import encode_basestring
 from typing import Any
@@ -70,7 +69,7 @@ class ResponseWriter(AnswerWriter):
         self._prompt = PromptLogprobsWriter(echo_top=shape.echo_logprobs, top=shape.prompt_logprobs)
         self.keeps_prompt = False  # for the further choices of a stream
         self._prompt_is_whole = False  # another choice has brought the rows
-        self._before = b"data: " + _dumps(self._head(".chunk"))[:-1] + b',"choices":['
+        self._before = b"data: " + msgspec.json.encode(self._head(".chunk"))[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if shape.include_usage else b"]}\n\n"
         before_content = b'{"index":%d,"finish_reason":null,"delta":{"content":' % index
         self._before_content = self._before + before_content
@@ -126,14 +125,15 @@ class ResponseWriter(AnswerWriter):
         piece = '"delta":{}' if self._chat else '"text":""'
         last = f'{{"index":{self._index},"finish_reason":"{finish}",{piece},"logprobs":null}}'.encode()
         if with_stats:
-            return self._before + last + b'],"slipstream":' + _dumps(stats_object(finished)) + b"}\n\n"
+            stats = msgspec.json.encode(stats_object(finished))
+            return self._before + last + b'],"slipstream":' + stats + b"}\n\n"
         return self._before + last + self._after_of(finished.usage.completion_tokens)
 
     def usage_event(self, usage: router_pb2.Usage, stats: Json | None = None) -> bytes:
         """The event after those of all choices, where the usage was asked for."""
-        said = b'],"usage":' + _dumps(usage_object(usage))
+        said = b'],"usage":' + msgspec.json.encode(usage_object(usage))
         if stats is not None:
-            said += b',"slipstream":' + _dumps(stats)
+            said += b',"slipstream":' + msgspec.json.encode(stats)
         return self._before + said + b"}\n\n"
 
     def closing(self, finished: router_pb2.Finished) -> Iterable[bytes]:
@@ -230,14 +230,14 @@ class ResponseWriter(AnswerWriter):
             choice |= {"delta": piece, "logprobs": _chat_logprobs(logprobs)}
         else:
             choice |= {**piece, "logprobs": self._completion_logprobs(logprobs)}
-        return self._before + _dumps(choice) + self._after_of(completion_tokens)
+        return self._before + msgspec.json.encode(choice) + self._after_of(completion_tokens)
 
     def _prompt_event(self, text: str, logprobs: Json | None, rows: Sequence[Any] | None) -> bytes:
         """A chunk with rows of the prompt: in the choice, or as vLLM beside a chat's only prompt."""
         choice: Json = {"index": self._index, "finish_reason": None, "logprobs": logprobs}
         if self._chat:
             after = b'],"prompt_logprobs":' + msgspec.json.encode(rows) + self._after_of(0)[1:]
-            return self._before + _dumps(choice | {"delta": {}}) + after
+            return self._before + msgspec.json.encode(choice | {"delta": {}}) + after
         choice |= {"text": text} if rows is None else {"text": text, "prompt_logprobs": rows}
         return self._before + msgspec.json.encode(choice) + self._after_of(0)
 
@@ -247,7 +247,7 @@ class ResponseWriter(AnswerWriter):
             return self._after
         prompt_tokens = self._started.prompt_tokens
         usage = router_pb2.Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens)
-        return b'],"usage":' + _dumps(usage_object(usage)) + b"}\n\n"
+        return b'],"usage":' + msgspec.json.encode(usage_object(usage)) + b"}\n\n"
 
     def _completion_logprobs(self, items: Any) -> Json | None:
         """Log probabilities of the next tokens, with the offset of each in the choice's text."""
@@ -277,10 +277,6 @@ def _piece(delta: router_pb2.Delta) -> Json:
     return piece
 
 
-def _dumps(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
-
-
 def finish_reason(finished: router_pb2.Finished) -> str:
     """Why an answer ended, in OpenAI's words."""
     return _FINISH.get(finished.finish_reason, "stop")
@@ -288,7 +284,7 @@ def finish_reason(finished: router_pb2.Finished) -> str:
 
 def sse(chunk: Mapping[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + _dumps(chunk) + b"\n\n"
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
 def stats_object(finished: router_pb2.Finished) -> Json:
