@@ -24,6 +24,7 @@ _HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
+_COMMENT = b": keep-alive\n\n"  # clients skip it
 # The empty buffer of a connection takes this much without pausing the writer (asyncio: 64 KiB).
 _NEVER_WAITS_BYTES = 32 << 10
 
@@ -57,6 +58,7 @@ class EventStream:
         self._headers = headers
         self._write_stall_s = write_stall_s
         self._writer: AbstractStreamWriter | None = None
+        self._comments: asyncio.TimerHandle | None = None
 
     @property
     def has_begun(self) -> bool:
@@ -65,8 +67,7 @@ class EventStream:
 
     def try_write(self, events: Sequence[Event]) -> bool:
         """See `DirectWriter`. The handler writes the end itself, because it must return then."""
-        client = self._request.transport
-        if client is None or client.is_closing() or client.get_write_buffer_size():
+        if not self._is_writable:
             return False
         if not events[-1].HasField("delta") or events[-1].delta.prompt_logprobs:
             return False  # rows of a prompt are long, and offsets count each of them once
@@ -91,9 +92,31 @@ class EventStream:
             first = piece
         await self._send_and_drain(first, is_last=is_last)
 
+    @property
+    def _is_writable(self) -> bool:
+        """Whether a small write neither fails nor waits."""
+        client = self._request.transport
+        return client is not None and not client.is_closing() and not client.get_write_buffer_size()
+
     async def keep_alive(self) -> None:
-        """Send the headers, unless they were sent, and a comment, which clients skip."""
-        await self._send_and_drain(b": keep-alive\n\n", is_last=False)
+        """Send the headers, unless they were sent, and a comment."""
+        await self._send_and_drain(_COMMENT, is_last=False)
+
+    def keep_open(self, every_s: float) -> None:
+        """Send a comment now and then until the first event, or `stop_comments`."""
+        self._comments = asyncio.get_running_loop().call_later(every_s, self._comment, every_s)
+
+    def stop_comments(self) -> None:
+        """Send no more comments."""
+        if self._comments is not None:
+            self._comments.cancel()
+
+    def _comment(self, every_s: float) -> None:
+        if self.has_events:
+            return
+        if self._is_writable:
+            _run_without_waiting(self._send(_COMMENT))
+        self.keep_open(every_s)
 
     async def fail(self, pieces: Iterable[bytes]) -> None:
         """End a stream that has begun with the events of its failure."""

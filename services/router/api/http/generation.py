@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -89,6 +88,8 @@ class GenerationEndpoint:
         self, request: web.Request, *, path: str, answer_format: AnswerFormat
     ) -> web.StreamResponse:
         """The handler of a route. `path` is the route's, for spans and metrics."""
+        if not tracing.enabled():
+            return await self._run(request, path, answer_format)
         with (
             tracing.server_span(f"POST {path}", request.headers, begins=True),
             http_attributes(request, path),
@@ -152,13 +153,14 @@ class GenerationEndpoint:
     async def _stream(self, exchange: _HttpExchange, run: RunningRequest) -> web.StreamResponse:
         headers = partial(exchange.headers, run)
         stream = EventStream(exchange.request, headers, write_stall_s=self.write_stall_s)
+        stream.keep_open(self.keep_alive_s)
         try:
-            opening, *events = await self._waiting(stream, run.sink.next_events)
+            opening, *events = await run.sink.next_events()
             stream.answer = await exchange.exchange.writer(opening.started)
             run.sink.direct_writer = stream
             salt = self._manager.context.salts.of_tenant(exchange.exchange.caller.tenant)
             make = partial(self._manager.context.fleet.batcher.run, salt)
-            while events := events or await self._waiting(stream, run.sink.next_events):
+            while events := events or await run.sink.next_events():
                 if not events[-1].HasField("finished"):
                     await stream.send(await make(partial(stream.encode, events)))
                     events = []
@@ -172,6 +174,7 @@ class GenerationEndpoint:
                 raise  # a failure before the first byte gets its own status
             return await self._fail(exchange, stream, error)
         finally:
+            stream.stop_comments()
             run.sink.direct_writer = None
 
     async def _fail(
@@ -182,17 +185,6 @@ class GenerationEndpoint:
         tracing.failed(error)
         await stream.fail(exchange.exchange.format.error_events(failure, stream.answer))
         return stream.response
-
-    async def _waiting(self, stream: EventStream, read: Callable[[], Awaitable[T]]) -> T:
-        """Return `read`'s result. Until the first event is written, comments keep the connection open."""
-        while not stream.has_events:
-            try:
-                async with asyncio.timeout(self.keep_alive_s):
-                    return await read()
-            except TimeoutError:
-                if not stream.has_events:
-                    await stream.keep_alive()
-        return await read()
 
     async def _answer_choices(self, exchange: _HttpExchange) -> web.StreamResponse:
         read = exchange.exchange
@@ -222,8 +214,9 @@ class GenerationEndpoint:
         answer = body.choices_writer(context)
         salt = self._manager.context.salts.of_tenant(exchange.exchange.caller.tenant)
         make = partial(self._manager.context.fleet.batcher.run, salt)
+        stream.keep_open(self.keep_alive_s)
         try:
-            while (item := await self._waiting(stream, choices.next_events)) is not None:
+            while (item := await choices.next_events()) is not None:
                 await body.before_writer(context, item[0])
                 await stream.send(await make(partial(answer.encode, *item)))
             await stream.send(answer.last_event(choices.leaders), is_last=True)
@@ -232,6 +225,8 @@ class GenerationEndpoint:
             if not stream.has_begun:
                 raise  # a failure before the first byte gets its own status
             return await self._fail(exchange, stream, error)
+        finally:
+            stream.stop_comments()
 
 
 async def _send_end(
