@@ -57,7 +57,6 @@ class LineFormat:
         What is too long is cut, an exception at its beginning.
         """
         message = _cut(message, MAX_MESSAGE_CHARS)
-        fields = {name: _cut(value, MAX_FIELD_CHARS) for name, value in fields.items()}
         exception = exception[-MAX_EXCEPTION_CHARS:]
         time = datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         if not self.is_json:
@@ -66,7 +65,8 @@ class LineFormat:
             words = _escaped(message)
             return f"{time} {level.upper()} {self.service}/{self.instance} {logger}: {words}{shown}{below}"
         head = {"time": time, "level": level.lower(), "service": self.service, "instance": self.instance}
-        rest: dict[str, object] = {"logger": logger, "message": message, **fields}
+        rest: dict[str, object] = {"logger": logger, "message": message}
+        rest |= {name: _cut(value, MAX_FIELD_CHARS) for name, value in fields.items()}
         if exception:
             rest["exception"] = exception
         return json.dumps({**head, **rest}, separators=(",", ":"))
@@ -135,4 +135,6 @@ def _shown(value: object) -> str:
     if not isinstance(value, str):
         return str(value)
     text = value or "-"
-    return text if _PLAIN.fullmatch(text) else json.dumps(text)
+    if len(text) <= MAX_FIELD_CHARS and _PLAIN.fullmatch(text):
+        return text
+    return json.dumps(_cut(text, MAX_FIELD_CHARS))

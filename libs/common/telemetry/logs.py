@@ -20,7 +20,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 from libs.common.telemetry import tracing
 from slipstream.logs.lines import LineFormat, RecordFormatter
@@ -38,14 +38,27 @@ class LoggedRequest:
 _request: contextvars.ContextVar[LoggedRequest | None] = contextvars.ContextVar("request", default=None)
 
 
+RequestToken: TypeAlias = contextvars.Token[LoggedRequest | None]
+
+
+def begin_request(request: LoggedRequest) -> RequestToken:
+    """Lines of the current task, and of tasks that it starts, name the request until `end_request`."""
+    return _request.set(request)
+
+
+def end_request(token: RequestToken) -> None:
+    """Lines name what they named before `begin_request`, which returned `token`."""
+    _request.reset(token)
+
+
 @contextlib.contextmanager
 def log_request(request: LoggedRequest) -> Iterator[None]:
     """Lines of the block, and of tasks that start in it, name the request."""
-    token = _request.set(request)
+    token = begin_request(request)
     try:
         yield
     finally:
-        _request.reset(token)
+        end_request(token)
 
 
 def log_no_request() -> None:

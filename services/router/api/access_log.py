@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from libs.common.telemetry.counters import Counters
-from libs.common.telemetry.logs import LoggedRequest, log_request
+from libs.common.telemetry.logs import LoggedRequest, RequestToken, begin_request, end_request
 from slipstream import errors
 from slipstream.logs.lines import LineFormat
 
@@ -120,12 +120,11 @@ class LoggedCall:
     _log: AccessLog
     _record: AccessRecord
     _began_s: float = field(default=0.0)
-    _context: contextlib.AbstractContextManager[None] | None = None
+    _token: RequestToken | None = None
 
     def __enter__(self) -> AccessRecord:
         self._began_s = self._log.clock()
-        self._context = log_request(self._record.logged)
-        self._context.__enter__()
+        self._token = begin_request(self._record.logged)
         return self._record
 
     def __exit__(
@@ -134,8 +133,8 @@ class LoggedCall:
         if error is not None:
             self._record.fail(error)
         self._log.end(self._record, duration_s=self._log.clock() - self._began_s)
-        if self._context is not None:
-            self._context.__exit__(None, None, None)
+        if self._token is not None:
+            end_request(self._token)
 
 
 class LineWriter:
