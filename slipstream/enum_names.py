@@ -35,11 +35,13 @@ def _value_names(kind: Any) -> Mapping[int, str]:
     return {value: name.removeprefix(prefix).lower() for name, value in kind.items()}
 
 
+@cache
 def finish_name(reason: common_pb2.FinishReason.ValueType) -> str:
     """stop, length, tool_calls, aborted, error, or unspecified; unknown for one of a later contract."""
     return value_name(common_pb2.FinishReason, reason)
 
 
+@cache
 def tier_name(tier: common_pb2.CacheTier.ValueType) -> str:
     """The name of a tier, such as dram, nvme, pool or peer; unknown for one of a later contract."""
     return value_name(common_pb2.CacheTier, tier)

@@ -69,6 +69,8 @@ class ClassQueues:
 
     def count(self, lowest: Priority) -> int:
         """How many requests of this class and those above wait."""
+        if not self._where:  # as for nearly all requests
+            return 0
         return sum(len(c.waiting) for p, c in self._classes.items() if p <= lowest)
 
     def has_above(self, priority: Priority) -> bool:

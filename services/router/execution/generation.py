@@ -177,7 +177,7 @@ class GenerationTask:
             raise
         finally:
             state.stats.count_answer(len(state.output.tokens))  # also of an answer that ended early
-            if self.metered is not None and state.output.tokens:
+            if self.metered is not None and self.metered.usage is None and state.output.tokens:
                 self.metered.usage = self._usage(state)
             state.end_move()
             self.sink.producer = None
@@ -346,6 +346,7 @@ class GenerationTask:
         usage = self._usage(state)
         if self.metered is not None:
             self.metered.state_cost(usage)
+            self.metered.usage = usage
         stats.finish(usage, finish_reason=finish_name(finish))
         self.context.counters.add("slipstream_requests_finished_total", labels=(finish_name(finish),))
         if tracing.enabled():

@@ -157,6 +157,8 @@ class Limiter:
         """The limits of requests and of tokens of which least is left. None without limits."""
         found: list[LimitState] = []
         subjects = self._source.limits_of(tenant, key_sha256)
+        if not subjects:
+            return found
         for kind, name in _HEADERS:
             held = [
                 self._current(subject, kind, limit)

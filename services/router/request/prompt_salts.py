@@ -31,6 +31,8 @@ class PromptSalts:
     def shared(self, ids: TokenArray, *, block_tokens: int) -> SharedPrefix:
         """The leading blocks of a prompt that lie within the shared prefix."""
         n = min(len(ids), len(self._shared_ids))
+        if not n:  # as where no prefix is shared
+            return NOTHING_SHARED
         different = np.flatnonzero(ids[:n] != self._shared_ids[:n])
         n_blocks = (int(different[0]) if len(different) else n) // block_tokens
         return SharedPrefix(shared_salt(key=self._key), n_blocks) if n_blocks else NOTHING_SHARED

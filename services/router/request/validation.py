@@ -78,8 +78,12 @@ def validate(
 
 def check_values(request: GenerationRequest, card: ModelCard) -> None:
     """Validate like `validate`, by the limits of the served model."""
-    limits = {"vocab_size": card.vocab_size, "max_context_tokens": card.max_context_tokens}
-    validate(request, models=card.names, **limits)
+    validate(
+        request,
+        models=card.names,
+        vocab_size=card.vocab_size,
+        max_context_tokens=card.max_context_tokens,
+    )
 
 
 def check_model(model: str, models: Sequence[str]) -> None:

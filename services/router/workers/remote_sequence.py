@@ -144,7 +144,8 @@ class RemoteSequence:
 
     def _drop(self) -> None:
         """Forget what waits."""
-        self._stream.late_rows.remove(self.tenant, rows_of(self._rest))
+        if self._rest is not None:
+            self._stream.late_rows.remove(self.tenant, rows_of(self._rest))
         self._tokens, self._rest = array("I"), None
 
     def feed_tokens(self, tokens: list[int]) -> None:
@@ -191,7 +192,8 @@ class RemoteSequence:
         n_rows = rows_of(rest)
         if not in_pieces or rest is None or min(len(rest.logprobs), len(self._tokens)) <= piece:
             tokens, self._tokens, self._rest = self._tokens.tolist(), array("I"), None
-            self._stream.late_rows.remove(self.tenant, n_rows)
+            if n_rows:
+                self._stream.late_rows.remove(self.tenant, n_rows)
             return tokens, rest
         tokens, self._tokens = self._tokens[:piece].tolist(), self._tokens[piece:]
         first = decode_pb2.SequenceDelta(logprobs=rest.logprobs[:piece], prompt_logprobs=rest.prompt_logprobs)

@@ -13,6 +13,7 @@ from services.router.api.answers.logprob_rows import CompletionRows, LogprobBudg
 from slipstream.v1 import router_pb2
 
 Rows = Sequence[router_pb2.TextLogprob]
+_DECODER = codecs.getincrementaldecoder("utf-8")
 
 
 class PromptLogprobsWriter:
@@ -26,7 +27,7 @@ class PromptLogprobsWriter:
         self._echo_top = echo_top
         self._top = top
         # A character may have several tokens, so offsets count what is complete before each.
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = _DECODER("replace")
         self._n_chars = 0
         self._logprobs = CompletionRows(LogprobBudget())
         # JSON already: all rows together take long to encode.
