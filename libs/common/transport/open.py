@@ -44,7 +44,12 @@ class TransportChoice:
 
 
 def open_transport(
-    text: str = "auto", host: str = "127.0.0.1", *, bind: str = "", advertise: str = ""
+    text: str = "auto",
+    host: str = "127.0.0.1",
+    *,
+    bind: str = "",
+    advertise: str = "",
+    serves: bool = True,
 ) -> KvTransport:
     """Open the one transport of this process, after any fork. All workers of a cluster must agree.
 
@@ -53,7 +58,8 @@ def open_transport(
     that peers dial instead of `host` and the bound port, which port 0 keeps; the ports of Mooncake's engines
     stay those that they chose. auto is socket where peers dial a loopback address, as Mooncake's ports are
     open on all interfaces. Elsewhere it is Mooncake over TCP if its libraries load, else socket. One log line
-    names the choice. Raises ValueError for an unknown choice, FailedPrecondition when a requested Mooncake
+    names the choice. `serves`: else this process only reads, and the socket transport opens no port.
+    Raises ValueError for an unknown choice, FailedPrecondition when a requested Mooncake
     does not load or an RDMA device is missing or unusable, TransferRefused when the engine does not start or
     the port is taken.
     """
@@ -62,7 +68,7 @@ def open_transport(
     host, port = address_of(advertise) if advertise else (host, 0)
     if choice.kind == "auto" and is_loopback(host):
         log.info("KV transport: socket, because peers reach this process at %s", host)
-        return SocketTransport(host, bind=bind, port=port)
+        return SocketTransport(host, bind=bind, port=port, serves=serves)
     if choice.kind != "socket":
         protocol = "rdma" if choice.kind == "rdma" else "tcp"
         try:
@@ -78,6 +84,6 @@ def open_transport(
                     "and libcurl4, and a build with CUDA its runtime; --transport socket needs none of them"
                 ) from error
             log.warning("KV transport: socket, because Mooncake does not load (%s)", error)
-            return SocketTransport(host, bind=bind, port=port)
+            return SocketTransport(host, bind=bind, port=port, serves=serves)
     log.info("KV transport: socket")
-    return SocketTransport(host, bind=bind, port=port)
+    return SocketTransport(host, bind=bind, port=port, serves=serves)

@@ -36,24 +36,29 @@ class SocketTransport(PeerTransport[SocketPeer]):
         bind: str = "",
         port: int = 0,
         progress_timeout_s: float = PROGRESS_TIMEOUT_S,
+        serves: bool = True,
     ) -> None:
         """Peers dial `host` and `port`, by default the bound one; `bind` is the HOST:PORT to listen on, by
-        default a free port of `host`."""
+        default a free port of `host`. `serves`: else it opens no port, and registers no memory."""
         super().__init__(stop_timeout_s=progress_timeout_s + _STOP_SLACK_S)
         self._progress_timeout_s = progress_timeout_s
-        self._server = RegionServer(bind or f"{host}:0", self._regions)
-        self.session_id = f"{host}:{port or self._server.port}/{self._server.token.hex()}"
+        self._server = RegionServer(bind or f"{host}:0", self._regions) if serves else None
+        self.session_id = ""
+        if self._server is not None:
+            self.session_id = f"{host}:{port or self._server.port}/{self._server.token.hex()}"
         self._readers = ThreadPoolExecutor(32, thread_name_prefix="kv-read")
 
     def _register(self, region: Region) -> None:
+        if self._server is None:
+            raise TransferRefused("this transport only reads: no peer reads its memory")
+        self._check_destination(region)
+
+    def _check_destination(self, region: Region) -> None:
         if region.location != HOST:
             raise TransferRefused(
                 f"sockets move memory of the host only, as the kernel cannot read {region.location}: use "
                 "--transport rdma or mooncake, with a Mooncake built with CUDA"
             )
-
-    def _check_destination(self, region: Region) -> None:
-        self._register(region)
 
     def _make_peer(self, session_id: str) -> SocketPeer:
         return SocketPeer(session_id, progress_timeout_s=self._progress_timeout_s)
@@ -70,7 +75,8 @@ class SocketTransport(PeerTransport[SocketPeer]):
         for peer in self._peers.values():
             peer.close()
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(None, self._server.close)
+        if self._server is not None:
+            await loop.run_in_executor(None, self._server.close)
         await loop.run_in_executor(None, self._readers.shutdown)
         self._regions = self._destinations = RegionTable()
 

@@ -1,4 +1,4 @@
-"""Draft features of prompts between prefill and decode workers, in memory that the KV transport reaches.
+"""Draft features on their way from prefill to decode workers and on to drafters, by the KV transport.
 
 The exporting worker writes a prompt's rows into a slot; the reader reads them into a slot of the same kind,
 copies them into private memory and verifies the copy, because any process that reaches a Mooncake engine's
@@ -15,7 +15,7 @@ from libs.common.checksum import UNKEYED, KvChecksum
 from libs.common.transport.base import KvTransport, ReadOp
 from libs.common.transport.registered_memory import PageAlignedMemory
 from libs.common.worker_bounds import MAX_PROMPT_FEATURES
-from slipstream.errors import DataCorrupt
+from slipstream.errors import DataCorrupt, TransferError
 
 READ_TIMEOUT_S = 2.0
 
@@ -41,8 +41,12 @@ class FeatureMemory:
         slot_bytes: int,
         checksum: KvChecksum = UNKEYED,
         n_slots: int = MAX_PROMPT_FEATURES,
+        exports: bool = True,
     ) -> None:
-        """`slot_bytes`: the most of one prompt; 0 for a worker without features, which has no slots."""
+        """`slot_bytes`: the most of one prompt; 0 for a worker without features, which has no slots.
+
+        `exports`: without them peers reach no slot, unless the transport reads into registered memory only.
+        """
         self.slot_bytes = slot_bytes
         self._transport = transport
         self._checksum = checksum
@@ -52,7 +56,8 @@ class FeatureMemory:
         if self._n_slots:
             self._memory = PageAlignedMemory(n_slots * slot_bytes)
             self._free = [self._memory.address + slot * slot_bytes for slot in range(n_slots)]
-            transport.register(self._memory.buffer)
+            if exports or not _is_destination(transport, self._memory):
+                transport.register(self._memory.buffer)
 
     @property
     def held_bytes(self) -> int:
@@ -89,7 +94,8 @@ class FeatureMemory:
             self._late.append(address)
             self._reclaim()
         if self._checksum.of(packed) != exported.checksum:
-            raise DataCorrupt(f"draft features from {session_id} have a wrong checksum")
+            peer = session_id.partition("/")[0]  # the rest is a secret of readers
+            raise DataCorrupt(f"draft features from {peer} have a wrong checksum")
         return packed
 
     def _take(self, n_bytes: int) -> int | None:
@@ -105,3 +111,12 @@ class FeatureMemory:
             if address not in late:
                 heapq.heappush(self._free, address)
         self._late = late
+
+
+def _is_destination(transport: KvTransport, memory: PageAlignedMemory) -> bool:
+    """Whether the transport reads into the memory although no peer reaches it."""
+    try:
+        transport.add_destination(memory.buffer)
+    except TransferError:
+        return False
+    return True

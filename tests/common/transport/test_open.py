@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 import os
@@ -27,6 +28,7 @@ from slipstream.rpc.hosts import is_loopback
 from tests.support.network.fault_proxy import FaultProxy
 from tests.support.network.late_names import LateNames
 from tests.support.network.ports import own_ports
+from tests.support.processes.kv_attacker import listening_ports
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])
@@ -215,3 +217,18 @@ async def test_a_port_in_use_is_named() -> None:
         bind = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(TransferRefused, match=bind):
             open_transport("socket", bind=bind)
+
+
+async def test_a_process_that_only_reads_opens_no_port_for_sockets() -> None:
+    before = listening_ports(os.getpid())
+    lender, reader = open_transport("socket"), open_transport("socket", serves=False)
+    try:
+        assert len(listening_ports(os.getpid())) == len(before) + 1  # the lender's
+        source, destination = bytearray(b"features"), bytearray(8)
+        lent, kept = lender.register(source), reader.add_destination(destination)
+        await reader.read(lender.session_id, [ReadOp(kept.address, lent.address, 8)], timeout_s=60)
+        assert destination == source
+        with pytest.raises(TransferRefused, match="only reads"):
+            reader.register(bytearray(8))
+    finally:
+        await asyncio.gather(lender.close(), reader.close())

@@ -298,7 +298,9 @@ async def test_a_reader_that_receives_nothing_is_disconnected(
         lazy.sendall(MAGIC + token)
         assert await asyncio.to_thread(lazy.recv, 1) == WELCOME
         lazy.sendall(REQUEST.pack(memory.address, 1 << 20) * 32)
-        await eventually(lambda: not transport._server._connections, timeout_s=60)
+        server = transport._server
+        assert server is not None
+        await eventually(lambda: not server._connections, timeout_s=60)
 
 
 async def test_no_bytes_on_a_socket_change_registered_memory(

@@ -50,8 +50,9 @@ async def test_a_write_into_registered_memory_is_found(pair: tuple[KvTransport, 
     exported = exporter.export(ROWS)
     assert exported is not None
     memory_at(exported.address + 7, 1)[0] ^= 1
-    with pytest.raises(DataCorrupt, match="draft features"):
+    with pytest.raises(DataCorrupt, match="draft features") as found:
         await reader.read(pair[0].session_id, exported, len(ROWS))
+    assert pair[0].session_id.partition("/")[2] not in found.value.message
     assert reader.held_bytes == 0
 
 
@@ -71,6 +72,20 @@ async def test_an_address_outside_the_exporters_memory_fails_the_read(
     with pytest.raises(TransferError):
         await reader.read(pair[0].session_id, ExportedFeatures(64, bytes(16)), len(ROWS))
     assert reader.held_bytes == 0
+
+
+async def test_no_peer_reaches_the_slots_of_a_worker_that_only_reads(
+    pair: tuple[KvTransport, KvTransport],
+) -> None:
+    exporter = memory(pair[0])
+    reader = FeatureMemory(pair[1], slot_bytes=SLOT_BYTES, checksum=KEYED, n_slots=2, exports=False)
+    exported = exporter.export(ROWS)
+    assert exported is not None
+    assert await reader.read(pair[0].session_id, exported, len(ROWS)) == ROWS
+    own = reader.export(ROWS)
+    assert own is not None
+    with pytest.raises(TransferError):
+        await exporter.read(pair[1].session_id, own, len(ROWS))
 
 
 class HeldTransport(SocketTransport):
