@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable, Mapping
 
 import grpc
 
+from libs.common.checksum import KvChecksum
+from libs.common.cluster.address_book import open_address_book
 from libs.common.cluster.discovery import Discovery
+from libs.common.transport.open import open_transport
 from libs.engine.core.fake_head import FakeHead
 from libs.engine.step.draft_head import DraftHead
+from libs.engine.step.types import FEATURE_WINDOW_TOKENS
+from libs.worker.engine.feature_memory import FeatureMemory
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.identity import head_fingerprint
 from libs.worker.process.settings import WorkerSettings, require_models, unusable_models
+from libs.worker.requests.messages import FEATURE_BYTES
 from services.drafter.batcher import Batcher
+from services.drafter.row_reader import RowReader
 from services.drafter.service import DrafterService
+from slipstream.errors import FailedPrecondition, TransferError
+from slipstream.rpc.hosts import host_of
 from slipstream.v1 import drafter_pb2_grpc, worker_pb2
+
+log = logging.getLogger(__name__)
 
 
 class DrafterApp(WorkerApp):
-    """Has no KV, and so neither a transport nor a fingerprint."""
+    """Has no KV, and so no fingerprint. Its transport only reads."""
 
     service_name = "slipstream.v1.DrafterService"
 
@@ -29,6 +42,7 @@ class DrafterApp(WorkerApp):
         self._batcher = Batcher(self._load_head, on_broken=self._broke)
         self._stop: Callable[[], None] = lambda: None
         self._service: DrafterService | None = None
+        self._stack = contextlib.AsyncExitStack()
 
     def _load_head(self) -> DraftHead:
         options = self.options
@@ -46,8 +60,37 @@ class DrafterApp(WorkerApp):
         self.record_fingerprint = head_fingerprint(head.digest)
         self.capacity = {"feature_width": head.feature_width}
         self._service = DrafterService(
-            self._batcher, feature_width=head.feature_width, counters=self.counters
+            self._batcher,
+            feature_width=head.feature_width,
+            counters=self.counters,
+            reader=await self._open_reader(endpoint, discovery, head.feature_width),
         )
+
+    async def _open_reader(self, endpoint: str, discovery: Discovery, feature_width: int) -> RowReader | None:
+        """What reads features that decode workers export. Where no transport opens they travel in messages,
+        which costs speed only."""
+        options = self.options
+        try:
+            transport = open_transport(
+                options.transport,
+                host_of(endpoint),
+                bind=options.kv_bind(),
+                advertise=options.kv_advertise,
+                serves=False,
+            )
+        except (FailedPrecondition, TransferError) as error:
+            log.warning("draft features travel in messages, without a transport: %s", error.message)
+            return None
+        self._stack.push_async_callback(transport.close)
+        self.transport_kind = transport.kind
+        memory = FeatureMemory(
+            transport,
+            slot_bytes=FEATURE_WINDOW_TOKENS * FEATURE_BYTES * feature_width,
+            checksum=KvChecksum.of_cluster(options.cluster_secret()),
+            exports=False,
+        )
+        addresses = await open_address_book(discovery, self._stack)
+        return RowReader(transport, memory, addresses, self.counters)
 
     def _broke(self) -> None:
         """Stop this process; the supervisor starts another one."""
@@ -81,3 +124,4 @@ class DrafterApp(WorkerApp):
 
     async def close(self) -> None:
         await self._batcher.stop()
+        await self._stack.aclose()

@@ -26,6 +26,7 @@ class Proposal:
     seq_id: str
     base_tokens: int
     tokens: tuple[int, ...]
+    is_unread: bool = False  # the rows did not arrive
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from slipstream.v1 import common_pb2 as slipstream_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/drafter.proto\x12\rslipstream.v1\"e\n\x0c\x44raftRequest\x12-\n\x07\x65xtends\x18\x01 \x03(\x0b\x32\x1c.slipstream.v1.ExtendContext\x12\x0e\n\x06\x63losed\x18\x02 \x03(\t\x12\x16\n\x0emin_confidence\x18\x03 \x01(\x02\"\xe9\x01\n\rExtendContext\x12\x0e\n\x06seq_id\x18\x01 \x01(\t\x12\x16\n\x0estart_position\x18\x02 \x01(\r\x12\x13\n\x0bnext_tokens\x18\x03 \x01(\x0c\x12\r\n\x05width\x18\x04 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x05 \x01(\x0c\x12\x14\n\x0c\x64raft_tokens\x18\x06 \x01(\r\x12\x36\n\x05trace\x18\x07 \x03(\x0b\x32\'.slipstream.v1.ExtendContext.TraceEntry\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\";\n\rDraftResponse\x12*\n\tproposals\x18\x01 \x03(\x0b\x32\x17.slipstream.v1.Proposal\"?\n\x08Proposal\x12\x0e\n\x06seq_id\x18\x01 \x01(\t\x12\x13\n\x0b\x62\x61se_tokens\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x32X\n\x0e\x44rafterService\x12\x46\n\x05\x44raft\x12\x1b.slipstream.v1.DraftRequest\x1a\x1c.slipstream.v1.DraftResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/drafter.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"\x80\x01\n\x0c\x44raftRequest\x12-\n\x07\x65xtends\x18\x01 \x03(\x0b\x32\x1c.slipstream.v1.ExtendContext\x12\x0e\n\x06\x63losed\x18\x02 \x03(\t\x12\x16\n\x0emin_confidence\x18\x03 \x01(\x02\x12\x19\n\x11transport_session\x18\x04 \x01(\t\"\xa4\x02\n\rExtendContext\x12\x0e\n\x06seq_id\x18\x01 \x01(\t\x12\x16\n\x0estart_position\x18\x02 \x01(\r\x12\x13\n\x0bnext_tokens\x18\x03 \x01(\x0c\x12\r\n\x05width\x18\x04 \x01(\r\x12\x12\n\x08\x66\x65\x61tures\x18\x05 \x01(\x0cH\x00\x12/\n\x08\x65xported\x18\x08 \x01(\x0b\x32\x1b.slipstream.v1.ExportedRowsH\x00\x12\x14\n\x0c\x64raft_tokens\x18\x06 \x01(\r\x12\x36\n\x05trace\x18\x07 \x03(\x0b\x32\'.slipstream.v1.ExtendContext.TraceEntry\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x06\n\x04rows\"1\n\x0c\x45xportedRows\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x06\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x0c\"h\n\rDraftResponse\x12*\n\tproposals\x18\x01 \x03(\x0b\x32\x17.slipstream.v1.Proposal\x12+\n\ttransport\x18\x02 \x01(\x0e\x32\x18.slipstream.v1.Transport\"O\n\x08Proposal\x12\x0e\n\x06seq_id\x18\x01 \x01(\t\x12\x13\n\x0b\x62\x61se_tokens\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x0e\n\x06unread\x18\x04 \x01(\x08\x32X\n\x0e\x44rafterService\x12\x46\n\x05\x44raft\x12\x1b.slipstream.v1.DraftRequest\x1a\x1c.slipstream.v1.DraftResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,16 +34,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_EXTENDCONTEXT_TRACEENTRY']._loaded_options = None
   _globals['_EXTENDCONTEXT_TRACEENTRY']._serialized_options = b'8\001'
-  _globals['_DRAFTREQUEST']._serialized_start=46
-  _globals['_DRAFTREQUEST']._serialized_end=147
-  _globals['_EXTENDCONTEXT']._serialized_start=150
-  _globals['_EXTENDCONTEXT']._serialized_end=383
-  _globals['_EXTENDCONTEXT_TRACEENTRY']._serialized_start=339
-  _globals['_EXTENDCONTEXT_TRACEENTRY']._serialized_end=383
-  _globals['_DRAFTRESPONSE']._serialized_start=385
-  _globals['_DRAFTRESPONSE']._serialized_end=444
-  _globals['_PROPOSAL']._serialized_start=446
-  _globals['_PROPOSAL']._serialized_end=509
-  _globals['_DRAFTERSERVICE']._serialized_start=511
-  _globals['_DRAFTERSERVICE']._serialized_end=599
+  _globals['_DRAFTREQUEST']._serialized_start=75
+  _globals['_DRAFTREQUEST']._serialized_end=203
+  _globals['_EXTENDCONTEXT']._serialized_start=206
+  _globals['_EXTENDCONTEXT']._serialized_end=498
+  _globals['_EXTENDCONTEXT_TRACEENTRY']._serialized_start=446
+  _globals['_EXTENDCONTEXT_TRACEENTRY']._serialized_end=490
+  _globals['_EXPORTEDROWS']._serialized_start=500
+  _globals['_EXPORTEDROWS']._serialized_end=549
+  _globals['_DRAFTRESPONSE']._serialized_start=551
+  _globals['_DRAFTRESPONSE']._serialized_end=655
+  _globals['_PROPOSAL']._serialized_start=657
+  _globals['_PROPOSAL']._serialized_end=736
+  _globals['_DRAFTERSERVICE']._serialized_start=738
+  _globals['_DRAFTERSERVICE']._serialized_end=826
 # @@protoc_insertion_point(module_scope)

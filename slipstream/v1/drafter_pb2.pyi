@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from slipstream.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -25,8 +26,11 @@ class DraftRequest(_message.Message):
     EXTENDS_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
     MIN_CONFIDENCE_FIELD_NUMBER: _builtins.int
+    TRANSPORT_SESSION_FIELD_NUMBER: _builtins.int
     min_confidence: _builtins.float
     """A proposal ends where the head gives all of its tokens together less than this probability; 0 = never."""
+    transport_session: _builtins.str
+    """of the memory that has the `exported` rows of this message"""
     @_builtins.property
     def extends(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExtendContext]: ...
     @_builtins.property
@@ -39,10 +43,11 @@ class DraftRequest(_message.Message):
         extends: _abc.Iterable[Global___ExtendContext] | None = ...,
         closed: _abc.Iterable[_builtins.str] | None = ...,
         min_confidence: _builtins.float = ...,
+        transport_session: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "extends", b"extends", "min_confidence", b"min_confidence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed", b"closed", "extends", b"extends", "min_confidence", b"min_confidence", "transport_session", b"transport_session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -81,6 +86,7 @@ class ExtendContext(_message.Message):
     NEXT_TOKENS_FIELD_NUMBER: _builtins.int
     WIDTH_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
+    EXPORTED_FIELD_NUMBER: _builtins.int
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.str
@@ -90,9 +96,10 @@ class ExtendContext(_message.Message):
     width: _builtins.int
     """values in a row of `features`"""
     features: _builtins.bytes
-    """rows x width, little-endian bfloat16"""
     draft_tokens: _builtins.int
     """how many tokens to propose; 0 = only append"""
+    @_builtins.property
+    def exported(self) -> Global___ExportedRows: ...
     @_builtins.property
     def trace(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """W3C trace context of the sequence, from its first extend; empty = none"""
@@ -105,32 +112,69 @@ class ExtendContext(_message.Message):
         next_tokens: _builtins.bytes = ...,
         width: _builtins.int = ...,
         features: _builtins.bytes = ...,
+        exported: Global___ExportedRows | None = ...,
         draft_tokens: _builtins.int = ...,
         trace: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["exported", b"exported", "features", b"features", "rows", b"rows"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_tokens", b"draft_tokens", "exported", b"exported", "features", b"features", "next_tokens", b"next_tokens", "rows", b"rows", "seq_id", b"seq_id", "start_position", b"start_position", "trace", b"trace", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_rows: _TypeAlias = _typing.Literal["features", "exported"]  # noqa: Y015
+    _WhichOneofArgType_rows: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_rows) -> _WhichOneofReturnType_rows | None: ...
+
+Global___ExtendContext: _TypeAlias = ExtendContext  # noqa: Y015
+
+@_typing.final
+class ExportedRows(_message.Message):
+    """ExportedRows says where the decode worker has rows for a read by its transport. They stay there until the
+    extend is answered, or for 10 s.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    address: _builtins.int
+    """in the decode worker's registered memory"""
+    checksum: _builtins.bytes
+    """xxh3-128 of the rows under the cluster's key, big-endian, 16 bytes"""
+    def __init__(
+        self,
+        *,
+        address: _builtins.int = ...,
+        checksum: _builtins.bytes = ...,
+    ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_tokens", b"draft_tokens", "features", b"features", "next_tokens", b"next_tokens", "seq_id", b"seq_id", "start_position", b"start_position", "trace", b"trace", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "checksum", b"checksum"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ExtendContext: _TypeAlias = ExtendContext  # noqa: Y015
+Global___ExportedRows: _TypeAlias = ExportedRows  # noqa: Y015
 
 @_typing.final
 class DraftResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROPOSALS_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    transport: _common_pb2.Transport.ValueType
+    """What this drafter reads `exported` rows by. The first response has it, at once and without proposals; none
+    from a drafter that reads no such rows.
+    """
     @_builtins.property
     def proposals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Proposal]: ...
     def __init__(
         self,
         *,
         proposals: _abc.Iterable[Global___Proposal] | None = ...,
+        transport: _common_pb2.Transport.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["proposals", b"proposals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["proposals", b"proposals", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -143,21 +187,25 @@ class Proposal(_message.Message):
     SEQ_ID_FIELD_NUMBER: _builtins.int
     BASE_TOKENS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    UNREAD_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.str
     base_tokens: _builtins.int
     """committed length (prompt and emitted tokens) that the proposal follows"""
     tokens: _builtins.bytes
     """packed token ids"""
+    unread: _builtins.bool
+    """the exported rows could not be read: the context begins with later rows"""
     def __init__(
         self,
         *,
         seq_id: _builtins.str = ...,
         base_tokens: _builtins.int = ...,
         tokens: _builtins.bytes = ...,
+        unread: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_tokens", b"base_tokens", "seq_id", b"seq_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_tokens", b"base_tokens", "seq_id", b"seq_id", "tokens", b"tokens", "unread", b"unread"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

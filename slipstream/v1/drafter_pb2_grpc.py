@@ -53,6 +53,8 @@ class DrafterServiceServicer(object):
         it follows; the decode worker drops it when the sequence has another length by then.
         Idempotent: rows of positions that the context already has replace them. A gap in the positions discards
         the context and starts a new one with the given rows.
+        Large pieces of features travel by the KV transport: the drafter reads them while it goes on with other
+        sequences, and later rows of the same sequence wait for that read.
         The end of the stream discards the contexts of all its sequences. Without a drafter, decoding is slower
         and its output is the same.
         """

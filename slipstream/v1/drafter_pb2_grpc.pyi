@@ -40,6 +40,8 @@ class DrafterServiceStub:
     it follows; the decode worker drops it when the sequence has another length by then.
     Idempotent: rows of positions that the context already has replace them. A gap in the positions discards
     the context and starts a new one with the given rows.
+    Large pieces of features travel by the KV transport: the drafter reads them while it goes on with other
+    sequences, and later rows of the same sequence wait for that read.
     The end of the stream discards the contexts of all its sequences. Without a drafter, decoding is slower
     and its output is the same.
     """
@@ -56,6 +58,8 @@ class DrafterServiceAsyncStub(DrafterServiceStub):
     it follows; the decode worker drops it when the sequence has another length by then.
     Idempotent: rows of positions that the context already has replace them. A gap in the positions discards
     the context and starts a new one with the given rows.
+    Large pieces of features travel by the KV transport: the drafter reads them while it goes on with other
+    sequences, and later rows of the same sequence wait for that read.
     The end of the stream discards the contexts of all its sequences. Without a drafter, decoding is slower
     and its output is the same.
     """
@@ -75,6 +79,8 @@ class DrafterServiceServicer(metaclass=_abc_1.ABCMeta):
         it follows; the decode worker drops it when the sequence has another length by then.
         Idempotent: rows of positions that the context already has replace them. A gap in the positions discards
         the context and starts a new one with the given rows.
+        Large pieces of features travel by the KV transport: the drafter reads them while it goes on with other
+        sequences, and later rows of the same sequence wait for that read.
         The end of the stream discards the contexts of all its sequences. Without a drafter, decoding is slower
         and its output is the same.
         """

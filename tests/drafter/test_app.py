@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from libs.common.cluster.discovery import InMemoryDiscovery
 from libs.engine.core import build
 from libs.engine.core.build import build_drafter
 from libs.engine.kernels.library import load_library
@@ -71,3 +72,15 @@ def test_a_head_beside_an_engine_changes_no_threads(tmp_path: Path, pools: list[
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(load).result() == 2
     assert not pools
+
+
+@pytest.mark.parametrize(
+    ("transport", "kind"), [("socket", "socket"), ("auto", "socket"), ("rdma:no-such-device", "none")]
+)
+async def test_a_drafter_reads_by_its_transport_or_serves_without_one(transport: str, kind: str) -> None:
+    """Without one features travel in messages: a drafter that does not start would cost all drafts."""
+    app = DrafterApp(WorkerSettings(instance="drafter-0", engine="fake", transport=transport))
+    await app.open("127.0.0.1:0", InMemoryDiscovery(), lambda: None)
+    assert app.transport_kind == kind
+    assert app.ledger().transfers == 0
+    await app.close()

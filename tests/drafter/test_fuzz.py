@@ -8,6 +8,7 @@ import random
 import pytest
 
 from libs.common.cluster.worker_service import held
+from libs.common.transport.socket import SocketTransport
 from libs.engine.core.fake_head import FakeHead
 from slipstream.v1 import drafter_pb2
 from tests.drafter.nodes import running_drafter
@@ -28,7 +29,8 @@ async def test_a_million_fuzzed_messages_are_refused(caplog: pytest.LogCaptureFi
 
 
 async def check(caplog: pytest.LogCaptureFixture, inputs: int | None = None) -> None:
-    async with running_drafter(FakeHead(guess=lambda token: token + 1)) as node:
+    transport = SocketTransport(serves=False)
+    async with running_drafter(FakeHead(guess=lambda token: token + 1), transport=transport) as node:
 
         async def nothing_held() -> None:
             await eventually(lambda: held(node.service.ledger()) == 0)

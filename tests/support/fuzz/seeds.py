@@ -228,6 +228,7 @@ def drafter_seeds() -> list[Message]:
     return [
         drafter_pb2.DraftRequest(extends=[_extend("a", 0, [5, 6]), _extend("b", 9, [7])]),
         drafter_pb2.DraftRequest(extends=[_extend("a", 2, [9])], closed=["b"]),
+        drafter_pb2.DraftRequest(extends=[_exported("c", 0, [9])], transport_session="127.0.0.1:9/00"),
     ]
 
 
@@ -240,6 +241,12 @@ def _extend(seq_id: str, start: int, tokens: list[int]) -> drafter_pb2.ExtendCon
         features=bytes(2 * _WIDTH * len(tokens)),
         draft_tokens=3,
     )
+
+
+def _exported(seq_id: str, start: int, tokens: list[int]) -> drafter_pb2.ExtendContext:
+    extend = _extend(seq_id, start, tokens)
+    extend.exported.address, extend.exported.checksum = 4096, bytes(16)
+    return extend
 
 
 def _attempt(request_id: str) -> common_pb2.Attempt:

@@ -52,11 +52,13 @@ _ACCEPTED = (counter("requests_total", "Requests accepted."),)
 _KV_CACHE = (
     gauge("kv_cache_info", "1; the labels state the KV cache of the decode tier.", "block_tokens", "blocks"),
 )
+_READERS = (
+    counter("feature_bytes_pulled_total", "Draft features read from prefill or decode workers."),
+    counter("kv_checksum_failures_total", "KV blocks and draft features with a wrong checksum."),
+)
 _KV_HOLDERS = (
     gauge("kv_occupancy_ratio", "Share of a KV tier that is in use, 0 to 1.", "tier"),
     counter("kv_bytes_pulled_total", "KV bytes read from peers."),
-    counter("feature_bytes_pulled_total", "Draft features of prompts read from prefill workers."),
-    counter("kv_checksum_failures_total", "KV blocks with a wrong checksum."),
     gauge("kv_quarantined_bytes", "Memory that late bytes of failed reads may reach."),
     gauge("kv_blocks_leaked", "Blocks held whose owner is gone; always 0."),
 )
@@ -71,6 +73,7 @@ SECTIONS: tuple[MetricSection, ...] = (
     MetricSection("Jobs", ("router",), JOB_METRICS),
     MetricSection("KV cache", ("router", *_ENGINES), _KV_CACHE),
     MetricSection("KV", (*_ENGINES, "kvstore"), _KV_HOLDERS),
+    MetricSection("Reads by the KV transport", (*_ENGINES, "drafter", "kvstore"), _READERS),
     MetricSection("Engine", _ENGINES, ENGINE_METRICS),
     MetricSection("Prefill", ("prefill",), PREFILL_METRICS),
     MetricSection("Decode", ("decode",), DECODE_METRICS),

@@ -50,9 +50,13 @@ DECODE_METRICS: tuple[Metric, ...] = (
     ),
     counter("drafts_proposed_by_context_total", "Draft tokens verified, by tokens of context.", "context"),
     counter("drafts_accepted_by_context_total", "Draft tokens accepted, by tokens of context.", "context"),
+    counter("draft_feature_bytes_total", "Draft features for drafters, by way: transport or message.", "way"),
     counter("draft_waits_missed_total", "Steps that ran without waiting longer for drafts."),
 )
 DRAFTER_METRICS: tuple[Metric, ...] = (
     counter("drafts_total", "Proposals sent to decode workers."),
     counter("draft_tokens_total", "Tokens of those proposals."),
+    counter(
+        "draft_rows_unread_total", "Pieces of draft features that could not be read from decode workers."
+    ),
 )
