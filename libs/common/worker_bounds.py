@@ -13,6 +13,15 @@ MAX_BATCH = 65_536
 MAX_STEP_TOKENS = 1 << 20
 # Prompts whose draft features are on their way at once. A slot has 512 rows.
 MAX_PROMPT_FEATURES = 64
+# From here on a read of features by the KV transport costs no more processor time than a message has, and
+# steps of other sequences wait 0.8 of the time (`bench.draft_rows`).
+LEAST_EXPORTED_BYTES = 1 << 20
+# Such pieces of one decode worker that are not answered, and how long each waits for its answer: longer than
+# a read can take.
+MAX_EXPORTED_PIECES = MAX_PROMPT_FEATURES // 2
+EXPORTED_ROWS_S = 10.0
+# Features that one message to a drafter is about: far below gRPC's bound of a message.
+MAX_DRAFT_MESSAGE_BYTES = 16 << 20
 
 ROWS = (
     ("`config.json` of a model or a draft head", f"{MAX_CONFIG_BYTES} bytes", "refused by name"),
@@ -29,5 +38,20 @@ ROWS = (
         "Prompts whose draft features are on their way, at each end",
         f"{MAX_PROMPT_FEATURES}",
         "the request begins without drafts",
+    ),
+    (
+        "Draft features of a sequence in a message to a drafter",
+        f"{LEAST_EXPORTED_BYTES} bytes",
+        "the drafter reads them by the KV transport",
+    ),
+    (
+        "Draft features that a drafter reads from one decode worker / the time until its answer",
+        f"{MAX_EXPORTED_PIECES} / {EXPORTED_ROWS_S:g} s",
+        "others travel in messages / the sequence has no drafts of them",
+    ),
+    (
+        "Draft features that one message to a drafter is about",
+        f"{MAX_DRAFT_MESSAGE_BYTES} bytes",
+        "others wait for the next message",
     ),
 )

@@ -17,6 +17,7 @@ from libs.worker.process.core import WorkerCore
 from libs.worker.process.engine_app import EngineApp
 from libs.worker.process.identity import head_fingerprint
 from libs.worker.process.settings import DecodeStepsName, engine_builder, load_local_head
+from services.decode.draft_exports import DraftExports
 from services.decode.draft_gate import AHEAD_FEATURE_FACTOR, DraftGate, GateLimits
 from services.decode.draft_state import DraftLimits
 from services.decode.local_speculation import LocalSpeculation
@@ -78,6 +79,10 @@ class DecodeApp(EngineApp):
 
     def make_service(self, core: WorkerCore, endpoint: str) -> DecodeService:
         speculation = self._speculation if core.info.feature_width else None
+        if isinstance(speculation, RemoteSpeculation):
+            speculation.exports = DraftExports(
+                core.features, core.transport, self.counters, least_bytes=self.options.draft_export_bytes
+            )
         if speculation is not None:
             speculation.start()
         self._servicer = DecodeService(core, speculation)

@@ -9,6 +9,7 @@ A proposal counts only if it follows the sequence's committed length of this mom
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,8 +17,9 @@ import numpy as np
 
 from libs.common.block_hash import TokenArray
 from libs.common.telemetry.tracing import TraceMetadata
-from libs.engine.step.draft_head import ContextRows
-from libs.engine.step.types import FEATURE_WINDOW_TOKENS, FloatArray
+from libs.common.worker_bounds import MAX_DRAFT_MESSAGE_BYTES
+from libs.engine.step.types import FEATURE_WINDOW_TOKENS
+from libs.worker.requests.messages import FEATURE_BYTES, Features, bfloat16_features
 
 _RTT_WEIGHT = 0.2  # of a new sample in the running means
 _DEVIATIONS = 4.0
@@ -37,10 +39,25 @@ class DraftLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class SentRows:
+    """Rows of one sequence for the drafter, where they become `ContextRows`."""
+
+    seq_id: str
+    start_position: int
+    next_tokens: TokenArray  # [n >= 1]
+    features: Features  # [n, width]
+
+    @property
+    def base_tokens(self) -> int:
+        """Committed length once they are known."""
+        return self.start_position + len(self.next_tokens) + 1
+
+
+@dataclass(frozen=True, slots=True)
 class DraftMessage:
     """One request to the drafter; `draft_tokens` may be 0: only extend."""
 
-    rows: tuple[ContextRows, ...]
+    rows: tuple[SentRows, ...]
     traces: tuple[TraceMetadata, ...]  # of the sequences of `rows`, in their order
     closed: tuple[str, ...]
     draft_tokens: int
@@ -58,14 +75,20 @@ class _Pending:
     """Consecutive rows in the pieces they came in; joined only when they are sent."""
 
     start: int
-    pieces: collections.deque[tuple[TokenArray, FloatArray]] = field(default_factory=collections.deque)
+    pieces: collections.deque[tuple[TokenArray, Features]] = field(default_factory=collections.deque)
     n_rows: int = 0
 
     @property
     def end(self) -> int:
         return self.start + self.n_rows
 
-    def append(self, tokens: TokenArray, features: FloatArray) -> None:
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the rows on their way."""
+        width: int = self.pieces[0][1].shape[1]
+        return min(self.n_rows, FEATURE_WINDOW_TOKENS) * width * FEATURE_BYTES
+
+    def append(self, tokens: TokenArray, features: Features) -> None:
         self.pieces.append((tokens, features))
         self.n_rows += len(tokens)
         while self.n_rows - len(self.pieces[0][0]) >= FEATURE_WINDOW_TOKENS:
@@ -73,11 +96,11 @@ class _Pending:
             self.start += dropped
             self.n_rows -= dropped
 
-    def join(self, seq_id: str) -> ContextRows:
+    def join(self, seq_id: str) -> SentRows:
         surplus = max(self.n_rows - FEATURE_WINDOW_TOKENS, 0)
         tokens = np.concatenate([piece[0] for piece in self.pieces])
-        features = np.concatenate([piece[1] for piece in self.pieces])
-        return ContextRows(seq_id, self.start + surplus, tokens[surplus:], features[surplus:])
+        features = _joined([piece[1] for piece in self.pieces])
+        return SentRows(seq_id, self.start + surplus, tokens[surplus:], features[surplus:])
 
 
 @dataclass(slots=True)
@@ -120,7 +143,7 @@ class DraftState:
         if sequence is not None and sequence.is_known:
             self._closed.append(seq_id)
 
-    def extend(self, seq_id: str, start: int, tokens: TokenArray, features: FloatArray) -> None:
+    def extend(self, seq_id: str, start: int, tokens: TokenArray, features: Features) -> None:
         """Committed rows; they make every earlier proposal stale. Unknown sequences are fine."""
         sequence = self._sequences.get(seq_id)
         if sequence is None or not len(tokens):
@@ -155,21 +178,28 @@ class DraftState:
         """The message to send now; None if none waits, no drafter is connected, or too much is in flight."""
         if not self.connected or len(self._in_flight) >= self.limits.max_in_flight:
             return None
-        rows: tuple[ContextRows, ...] = ()
-        if not self.paused:
-            rows = tuple(s.pending.join(i) for i, s in self._sequences.items() if s.pending is not None)
+        rows = self._take_rows() if not self.paused else ()
         if not rows and not self._closed:
             return None
         traces = tuple(self._sequences[r.seq_id].trace for r in rows)
-        if rows:
-            for sequence in self._sequences.values():
-                sequence.is_known = sequence.is_known or sequence.pending is not None
-                sequence.pending = None
         closed, self._closed = tuple(self._closed), []
         if rows:
             self._in_flight.append(_InFlight(now_ms, {r.seq_id: r.base_tokens for r in rows}))
         n_drafts = self.limits.draft_tokens if self.drafting else 0
         return DraftMessage(rows, traces, closed, n_drafts, self.min_confidence)
+
+    def _take_rows(self) -> tuple[SentRows, ...]:
+        """The rows that wait, or as many sequences of them as one message is about."""
+        rows: list[SentRows] = []
+        n_bytes = 0
+        for seq_id, sequence in self._sequences.items():
+            pending = sequence.pending
+            if pending is None or (rows and n_bytes + pending.n_bytes > MAX_DRAFT_MESSAGE_BYTES):
+                continue
+            n_bytes += pending.n_bytes
+            rows.append(pending.join(seq_id))
+            sequence.pending, sequence.is_known = None, True
+        return tuple(rows)
 
     def answer(self, seq_id: str, base_tokens: int, tokens: Sequence[int], now_ms: float) -> None:
         """A proposal came; it is kept when it is for the sequence's length of this moment."""
@@ -247,3 +277,10 @@ class DraftState:
                 sent_ms = request.sent_ms
         self._in_flight = collections.deque(r for r in self._in_flight if r.bases)
         return sent_ms
+
+
+def _joined(pieces: Sequence[Features]) -> Features:
+    """The rows of all pieces; in bfloat16 where some have that form."""
+    runs = [list(run) for _, run in itertools.groupby(pieces, key=lambda piece: piece.dtype)]
+    joined: list[Features] = [np.concatenate(run) for run in runs]  # type: ignore[misc]
+    return joined[0] if len(joined) == 1 else np.concatenate([bfloat16_features(part) for part in joined])

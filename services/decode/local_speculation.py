@@ -11,8 +11,9 @@ import numpy as np
 
 from libs.common.block_hash import TokenArray
 from libs.engine.step.draft_head import ContextRows, DraftHead
-from libs.engine.step.types import FEATURE_WINDOW_TOKENS, FloatArray, StepOutput
+from libs.engine.step.types import FEATURE_WINDOW_TOKENS, StepOutput
 from libs.worker.process.warm_up import warm_up_head
+from libs.worker.requests.messages import Features, float_features
 from services.decode.draft_control import DraftControl
 from services.decode.draft_gate import DraftGate, DraftMode
 
@@ -71,7 +72,7 @@ class LocalSpeculation:
         *,
         start_position: int = 0,
         next_tokens: TokenArray | None = None,
-        features: FloatArray | None = None,
+        features: Features | None = None,
     ) -> None:
         """See `Speculation`."""
         with self._lock:
@@ -79,7 +80,9 @@ class LocalSpeculation:
             n_rows = 0
             if next_tokens is not None and features is not None and len(next_tokens):
                 n_rows = len(next_tokens)
-                self._rows[seq_id].append(ContextRows(seq_id, start_position, next_tokens, features))
+                self._rows[seq_id].append(
+                    ContextRows(seq_id, start_position, next_tokens, float_features(features))
+                )
             self._control.open(seq_id, n_rows=n_rows, context_tokens=start_position + n_rows)
 
     def end(self, seq_id: str) -> int:

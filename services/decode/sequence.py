@@ -19,7 +19,7 @@ from libs.worker.requests.messages import (
     FEATURE_BYTES,
     add_cached_tokens,
     finish_reason,
-    parse_features,
+    parse_bfloat16,
     position_logprobs,
     prompt_logprobs,
 )
@@ -227,7 +227,7 @@ class DecodeSequence(SequenceTask):
         if packed is None:
             self._speculation.open(spec.seq_id)
             return
-        features = parse_features(packed, state.width, "draft_state")
+        features = parse_bfloat16(packed, state.width, "draft_state")
         context = np.concatenate([spec.prompt, np.array([*spec.emitted, complete.first_token_id], "<u4")])
         first = state.start_position
         tokens = context[first + 1 : first + 1 + len(features)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from libs.common.runtime.settings import check_peers, setting
+from libs.common.worker_bounds import LEAST_EXPORTED_BYTES
 from libs.worker.process.settings import EngineSettings
 
 LOCAL, SERVICE = "local", "service"
@@ -36,6 +37,11 @@ class DecodeSettings(EngineSettings):
         choices=("auto", "on", "off"),
     )
     draft_budget_ms: float = setting("longest wait of a step for the drafter, milliseconds", default=25.0)
+    draft_export_bytes: int = setting(
+        "draft features of a sequence from this size on go to a drafter by the KV transport",
+        default=LEAST_EXPORTED_BYTES,
+        least=1,
+    )
     drafter: str = setting(
         "local: the draft head runs in this process; service: a drafter that discovery knows; HOST:PORT",
         default=SERVICE,

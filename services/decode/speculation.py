@@ -23,10 +23,11 @@ import numpy as np
 
 from libs.common.block_hash import TokenArray
 from libs.common.telemetry.tracing import trace_metadata
-from libs.engine.step.types import FloatArray, StepOutput
-from libs.worker.requests.messages import pack_features
+from libs.engine.step.types import StepOutput
+from libs.worker.requests.messages import Features, pack_features
 from libs.worker.requests.request_spec import pack_tokens
 from services.decode.draft_control import DraftControl
+from services.decode.draft_exports import DraftExports
 from services.decode.draft_gate import DraftGate, DraftMode
 from services.decode.draft_state import DraftLimits, DraftMessage, DraftState
 from slipstream.rpc.dial import PLAIN_DIAL, Dial
@@ -72,7 +73,7 @@ class Speculation(Protocol):
         *,
         start_position: int = 0,
         next_tokens: TokenArray | None = None,
-        features: FloatArray | None = None,
+        features: Features | None = None,
     ) -> None:
         """The sequence needs drafts; the rows, if any, are the end of its prompt."""
         ...
@@ -103,6 +104,7 @@ class RemoteSpeculation:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._find_drafter = find_drafter
+        self.exports: DraftExports | None = None  # set before `start`; without it all rows are in messages
         self._dial = dial
         self._clock = clock
         self._state = DraftState(limits)
@@ -141,7 +143,7 @@ class RemoteSpeculation:
         *,
         start_position: int = 0,
         next_tokens: TokenArray | None = None,
-        features: FloatArray | None = None,
+        features: Features | None = None,
     ) -> None:
         """The sequence needs drafts; the rows, if any, are the end of its prompt. The drafter's span for it
         is below the current one."""
@@ -256,6 +258,8 @@ class RemoteSpeculation:
                 call.cancel()
                 writer.cancel()
                 await asyncio.gather(writer, return_exceptions=True)
+                if self.exports is not None:
+                    self.exports.close()
 
     async def _write(
         self, call: grpc.aio.StreamStreamCall[drafter_pb2.DraftRequest, drafter_pb2.DraftResponse]
@@ -267,10 +271,15 @@ class RemoteSpeculation:
             if message is None:
                 await self._to_send.wait()
             else:
-                await call.write(as_request(message))
+                await call.write(as_request(message, self.exports))
 
     def _take(self, response: drafter_pb2.DraftResponse) -> None:
         now_ms = self._clock() * 1e3
+        if self.exports is not None:
+            if response.transport:
+                self.exports.opened(response.transport)
+            for proposal in response.proposals:
+                self.exports.answered(proposal.seq_id, proposal.base_tokens, is_unread=proposal.unread)
         with self._changed:
             for proposal in response.proposals:
                 tokens = np.frombuffer(proposal.tokens, dtype="<u4").tolist()
@@ -279,24 +288,22 @@ class RemoteSpeculation:
         self._to_send.set()  # there may be room for another request
 
 
-def as_request(message: DraftMessage) -> drafter_pb2.DraftRequest:
-    """The message as it travels."""
-    request = drafter_pb2.DraftRequest(
-        extends=[
-            drafter_pb2.ExtendContext(
-                seq_id=rows.seq_id,
-                start_position=rows.start_position,
-                next_tokens=pack_tokens(rows.next_tokens),
-                width=rows.features.shape[1],
-                features=pack_features(rows.features),
-                draft_tokens=message.draft_tokens,
-            )
-            for rows in message.rows
-        ],
-        closed=message.closed,
-        min_confidence=message.min_confidence,
-    )
-    for extend, trace in zip(request.extends, message.traces, strict=True):
+def as_request(message: DraftMessage, exports: DraftExports | None = None) -> drafter_pb2.DraftRequest:
+    """The message as it travels. `exports` takes large pieces, until their answers."""
+    request = drafter_pb2.DraftRequest(closed=message.closed, min_confidence=message.min_confidence)
+    for rows, trace in zip(message.rows, message.traces, strict=True):
+        extend = request.extends.add(
+            seq_id=rows.seq_id,
+            start_position=rows.start_position,
+            next_tokens=pack_tokens(rows.next_tokens),
+            width=rows.features.shape[1],
+            draft_tokens=message.draft_tokens,
+        )
+        packed = pack_features(rows.features)
+        if exports is None:
+            extend.features = packed
+        elif exports.fill(extend, packed, base_tokens=rows.base_tokens):
+            request.transport_session = exports.session_id
         if trace:  # a map is touched only for what it holds: an empty one costs as much as all the rest
             extend.trace.update(trace)
     return request

@@ -6,7 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libs.common.worker_bounds import MAX_DRAFT_MESSAGE_BYTES
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS
+from libs.worker.requests.messages import bfloat16_features, pack_features
 from services.decode.draft_state import DraftLimits, DraftMessage, DraftState
 
 LIMITS = DraftLimits(draft_tokens=3, wait_cap_ms=20.0, max_in_flight=2, patience_ms=100.0)
@@ -235,3 +237,49 @@ def test_the_drafter_hears_of_no_sequence_that_it_does_not_know() -> None:
     assert state.has_message
     last = state.take_message(1)
     assert last is not None and last.closed == ("sent",)
+
+
+def wide_rows(start: int, n: int, width: int) -> tuple[int, np.ndarray, np.ndarray]:
+    return start, np.ones(n, "<u4"), np.zeros((n, width), "<u2")
+
+
+def test_a_message_is_about_a_bounded_number_of_bytes_and_leaves_nothing_out() -> None:
+    width = 7168
+    names = [f"s{n}" for n in range(9)]
+    state = DraftState(DraftLimits(draft_tokens=3, max_in_flight=100))
+    state.connect()
+    for name in names:
+        state.open(name)
+        state.extend(name, *wide_rows(0, FEATURE_WINDOW_TOKENS if name != "s8" else 1, width))
+    seen: list[str] = []
+    while state.has_message:
+        message = state.take_message(0.0)
+        assert message is not None and message.rows
+        assert sum(rows.features.nbytes for rows in message.rows) <= MAX_DRAFT_MESSAGE_BYTES
+        seen += [rows.seq_id for rows in message.rows]
+    assert sorted(seen) == names
+    assert seen.index("s8") == 2  # a step does not wait for the prompts before it
+    state.close("s0")
+    state.close("s7")
+    assert state.has_message  # the drafter knows both
+
+
+def test_rows_that_are_larger_than_a_message_travel_alone() -> None:
+    state = connected_state("a", "b")
+    state.extend("b", *wide_rows(0, 1, 40_000))
+    state.extend("a", *wide_rows(0, FEATURE_WINDOW_TOKENS, 40_000))
+    sent = [state.take_message(0.0) for _ in range(2)]
+    assert [[rows.seq_id for rows in message.rows] for message in sent if message] == [["a"], ["b"]]
+
+
+def test_rows_of_a_prompt_and_of_steps_join_in_bfloat16() -> None:
+    state = connected_state("s")
+    start, tokens, features = rows(0, 5)
+    state.extend("s", start, tokens, bfloat16_features(features))
+    for position in (5, 6):
+        state.extend("s", *rows(position, 1))
+    message = state.take_message(0.0)
+    assert message is not None
+    (joined,) = message.rows
+    assert joined.base_tokens == 8
+    assert pack_features(joined.features) == pack_features(rows(0, 7)[2])

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, MutableSequence, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from libs.engine.step.prompt_scores import PromptScores
 from libs.engine.step.types import FinishReason, FloatArray, TokenLogprobs
@@ -14,6 +15,10 @@ from slipstream.v1 import common_pb2
 
 MAX_PIECE_LOGPROBS = 4096
 FEATURE_BYTES = 2  # of a value on the wire: bfloat16, as models compute and heads are trained
+
+# Features [rows, width] of a target: as an engine computes them, or the bits of their bfloat16.
+Bfloat16Array = npt.NDArray[np.uint16]
+Features = FloatArray | Bfloat16Array
 
 _FINISH: dict[FinishReason | None, common_pb2.FinishReason.ValueType] = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -65,17 +70,35 @@ def add_cached_tokens(
             cached.append(common_pb2.CachedTokens(tier=tier, tokens=n_blocks * block_tokens))
 
 
-def pack_features(features: FloatArray) -> bytes:
+def pack_features(features: Features) -> bytes:
     """Features [rows, width] as little-endian bfloat16, rounded to the nearest, ties to even."""
+    return bfloat16_features(features).tobytes()
+
+
+def bfloat16_features(features: Features) -> Bfloat16Array:
+    """The bits of the features in bfloat16; those that have this form already are not copied."""
+    if features.dtype == np.uint16:
+        return features.view("<u2")
     bits = np.ascontiguousarray(features, dtype="<f4").view("<u4")
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     # Rounding could carry a NaN into the sign; the drafter must see it, to refuse it.
-    return np.where(np.isnan(features), 0x7FC0, rounded).astype("<u2").tobytes()
+    return np.where(np.isnan(features), 0x7FC0, rounded).astype("<u2")
+
+
+def float_features(features: Features) -> FloatArray:
+    """Inverse of `bfloat16_features`; float32 is not copied."""
+    if features.dtype == np.uint16:
+        return (features.astype("<u4") << 16).view("<f4")
+    return features.view("<f4")
+
+
+def parse_bfloat16(packed: bytes, width: int, field: str) -> Bfloat16Array:
+    """The rows of `pack_features`, without a copy. Raises InvalidArgument for what is no whole rows."""
+    if width < 1 or len(packed) % (FEATURE_BYTES * width):
+        raise InvalidArgument(field, f"{len(packed)} bytes are no rows of {width} values")
+    return np.frombuffer(packed, dtype="<u2").reshape(-1, width)
 
 
 def parse_features(packed: bytes, width: int, field: str) -> FloatArray:
-    """Inverse of `pack_features`, as float32. Raises InvalidArgument for a length that is no whole rows."""
-    if width < 1 or len(packed) % (FEATURE_BYTES * width):
-        raise InvalidArgument(field, f"{len(packed)} bytes are no rows of {width} values")
-    bits = np.frombuffer(packed, dtype="<u2").astype("<u4") << 16
-    return bits.view("<f4").reshape(-1, width)
+    """The same as float32."""
+    return float_features(parse_bfloat16(packed, width, field))

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from libs.worker.requests.messages import pack_features, parse_features
+from libs.worker.requests.messages import (
+    bfloat16_features,
+    float_features,
+    pack_features,
+    parse_bfloat16,
+    parse_features,
+)
 from slipstream.errors import InvalidArgument
 
 
@@ -30,3 +36,13 @@ def test_what_is_not_finite_stays_so() -> None:
 def test_bytes_that_are_no_rows_are_refused(n_bytes: int, width: int) -> None:
     with pytest.raises(InvalidArgument, match="no rows"):
         parse_features(bytes(n_bytes), width, "features")
+
+
+def test_features_in_bfloat16_are_neither_rounded_again_nor_copied() -> None:
+    rows = np.random.default_rng(1).standard_normal((3, 16)).astype("<f4")
+    packed = pack_features(rows)
+    bits = parse_bfloat16(packed, 16, "features")
+    assert bits.base is not None and bfloat16_features(bits).base is not None
+    assert pack_features(bits) == packed
+    assert np.array_equal(float_features(bits), parse_features(packed, 16, "features"))
+    assert np.array_equal(float_features(rows), rows)
