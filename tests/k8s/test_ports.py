@@ -98,7 +98,8 @@ def test_policies_select_every_pod_and_open_the_ports_that_it_has(name: str) -> 
             assert not list(opened(policies_of(objects, pod, "Ingress")))
             continue
         ranges = set(opened(policies_of(objects, pod, "Ingress")))
-        mooncake = {(12300, 14300), (15000, 17000)} if pod.arguments().get("transport") == "rdma" else set()
+        has_memory = pod.arguments().get("transport") == "rdma" and pod.tier != "drafter"
+        mooncake = {(12300, 14300), (15000, 17000)} if has_memory else set()
         assert ranges == {(port, port) for port in listened(pod)} | mooncake, pod.owner
 
 
@@ -124,7 +125,8 @@ def test_each_tier_reaches_those_that_it_calls_and_no_client_reaches_a_worker(na
         ("prefill", "decode", 7000), ("decode", "decode", 7000), ("prefill", "kvstore", 7000),
         ("decode", "kvstore", 7000), ("decode", "drafter", 7000), ("decode", "prefill", 7100),
         ("prefill", "prefill", 7100), ("prefill", "kvstore", 7100), ("prefill", "decode", 7100),
-        ("decode", "kvstore", 7100), ("decode", "decode", 7100), ("kvstore", "prefill", 7100),
+        ("decode", "kvstore", 7100), ("decode", "decode", 7100), ("drafter", "decode", 7100),
+        ("kvstore", "prefill", 7100),
         ("kvstore", "decode", 7100), ("kvstore", "kvstore", 7100), ("etcd", "etcd", 2380),
         *((tier, "etcd", 2379) for tier in ("router", "prefill", "decode", "kvstore", "drafter")),
     }  # fmt: skip
@@ -142,3 +144,5 @@ def test_each_tier_reaches_those_that_it_calls_and_no_client_reaches_a_worker(na
     }
     mooncake = {call for call in admitted if call[2] in (12300, 15000)}
     assert admitted - mooncake == calls
+    # A drafter reads features at decode workers, and no KV.
+    assert {call for call in mooncake if "drafter" in call} <= {("drafter", "decode", 15000)}
