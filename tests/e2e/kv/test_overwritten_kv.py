@@ -28,11 +28,14 @@ _PAGES = ("--kv-memory-bytes", str(64 << 20), "--kv-staging-bytes", str(32 << 20
 _EXACT = ("--compute-dtype", "float32")
 LITTLE_MEMORY = {
     Role.PREFILL: (*_PAGES, *_EXACT),
-    Role.DECODE: (*_PAGES, *_EXACT),
+    # The drafter reads the features of a prompt's end, 256 KiB, from the attacked memory.
+    Role.DECODE: (*_PAGES, *_EXACT, "--draft-export-bytes", str(64 << 10)),
     Role.KVSTORE: ("--dram-bytes", str(32 << 20), "--disk-bytes", "0"),
 }
 # What others may write: staged copies and draft features of each worker, and the memory of the kvstore.
 LEAST_BYTES = [*[(32 << 20) + 1] * 3, 32 << 20]
+# What the drafter counts for rows that a decode worker exported.
+EXPORTED = ("slipstream_feature_bytes_pulled_total", "slipstream_draft_rows_unread_total")
 FAILURES = "slipstream_kv_checksum_failures_total"
 
 
@@ -80,6 +83,8 @@ def test_overwriting_all_registered_memory_changes_no_text(tmp_path: Path) -> No
                 assert len(got) < MAX_CASES, "no reader met the attacker"
                 got.append(conversation(cluster, len(got)))
             refused = found()
+            drafter = cluster.status("drafter-0").counters
+            assert any(drafter.get(name, 0) for name in EXPORTED), "no features were exported"
         cluster.assert_idle()
     # A cluster with the default transport, which no other process can write to.
     exact = dict.fromkeys((Role.PREFILL, Role.DECODE), _EXACT)
