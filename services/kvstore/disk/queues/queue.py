@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from slipstream.errors import Unavailable
 
@@ -25,28 +25,28 @@ Ended = Exception | None
 OnEnd = Callable[[int, Ended], None]
 
 
+class DiskWork(Protocol[ItemT]):
+    """What the threads of a queue do with its items (`ReadWork`, `WriteWork`)."""
+
+    def sort(self, added: list[ItemT]) -> None:
+        """Order the items that one loop iteration added. Called on the event loop."""
+
+    def pop_batch(self, waiting: deque[ItemT]) -> list[ItemT]:
+        """Remove the next batch from a queue that is not empty. Called on a thread, under a lock."""
+
+    def run(self, batch: Sequence[ItemT]) -> Sequence[Ended]:
+        """Do the batch, and return the result of each item. Called on a thread."""
+
+
 class DiskQueue(Generic[ItemT]):
     """A queue with its own `n_threads` threads."""
 
     def __init__(
-        self,
-        name: str,
-        *,
-        n_threads: int,
-        pop_batch: Callable[[deque[ItemT]], list[ItemT]],
-        work: Callable[[Sequence[ItemT]], Sequence[Ended]],
-        order: Callable[[ItemT], tuple[int, int]] | None,
-        clock_s: Callable[[], float],
+        self, name: str, work: DiskWork[ItemT], *, n_threads: int, clock_s: Callable[[], float]
     ) -> None:
-        """`pop_batch` removes the next batch from a queue that is not empty; `work` returns its results.
-
-        `order` sorts the items that one loop iteration added.
-        """
         self._threads = ThreadPoolExecutor(n_threads, thread_name_prefix=name)
         self._n_threads = n_threads
-        self._pop_batch = pop_batch
         self._work = work
-        self._order = order
         self._clock_s = clock_s
         self._lock = threading.Lock()
         self._added: list[ItemT] = []
@@ -92,8 +92,7 @@ class DiskQueue(Generic[ItemT]):
 
     def _start(self) -> None:
         added, self._added = self._added, []
-        if self._order is not None:
-            added.sort(key=self._order)
+        self._work.sort(added)
         with self._lock:
             self._waiting.extend(added)
             n_new = min(len(self._waiting), self._n_threads - self._n_drains)
@@ -122,10 +121,10 @@ class DiskQueue(Generic[ItemT]):
                 if not self._waiting:
                     self._n_drains -= 1
                     return
-                batch = self._pop_batch(self._waiting)
+                batch = self._work.pop_batch(self._waiting)
                 self._running[me] = self._clock_s()
             try:
-                outcome = self._work(batch)
+                outcome = self._work.run(batch)
             except Exception as error:  # a defect: its items fail, the thread goes on
                 log.exception("disk work failed")
                 outcome = [error] * len(batch)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from services.kvstore.disk.queues.queue import DiskQueue, OnEnd
+from services.kvstore.disk.queues.queue import DiskQueue, Ended, OnEnd
 from services.kvstore.disk.segments.files import BlockRead, SegmentFiles, follows
 from services.kvstore.disk.table.block import DiskBlock
 from slipstream.errors import SlipstreamError
@@ -41,19 +41,32 @@ class BlockReader(Protocol):
 
 def threaded_reader(files: SegmentFiles, clock_s: Callable[[], float]) -> BlockReader:
     """A reader with interpreter threads, through the files' `DiskIo`."""
-    return DiskQueue(
-        "kv-read",
-        n_threads=READ_THREADS,
-        pop_batch=_pop_run,
-        work=files.load,
-        order=location,
-        clock_s=clock_s,
-    )
+    return DiskQueue("kv-read", ReadWork(files), n_threads=READ_THREADS, clock_s=clock_s)
 
 
 def location(read: BlockRead) -> tuple[int, int]:
     """The block's position on the disk."""
     return read.slot.slab, read.slot.index
+
+
+class ReadWork:
+    """Reads through the files' `DiskIo`. A batch is a run of neighbouring blocks."""
+
+    def __init__(self, files: SegmentFiles) -> None:
+        self._files = files
+
+    def sort(self, added: list[BlockRead]) -> None:
+        """In the order of the disk, so that neighbours follow each other."""
+        added.sort(key=location)
+
+    def pop_batch(self, waiting: deque[BlockRead]) -> list[BlockRead]:
+        run = [waiting.popleft()]
+        while waiting and follows(run[-1].slot, waiting[0].slot, len(run)):
+            run.append(waiting.popleft())
+        return run
+
+    def run(self, batch: Sequence[BlockRead]) -> Sequence[Ended]:
+        return self._files.load(batch)
 
 
 class DiskReads:
@@ -101,10 +114,3 @@ class DiskReads:
         self._n_left -= 1
         if not self._n_left and not self._done.done():
             self._done.set_result(None)
-
-
-def _pop_run(waiting: deque[BlockRead]) -> list[BlockRead]:
-    run = [waiting.popleft()]
-    while waiting and follows(run[-1].slot, waiting[0].slot, len(run)):
-        run.append(waiting.popleft())
-    return run

@@ -43,16 +43,9 @@ class ThreadedWriter:
     """A writer with interpreter threads, through the files' `DiskIo`."""
 
     def __init__(self, files: SegmentFiles, clock_s: Callable[[], float]) -> None:
-        self._files = files
         self._payload_threads = ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="kv-payload")
-        self._queue: DiskQueue[BlockWrite] = DiskQueue(
-            "kv-write",
-            n_threads=GROUPS_AT_ONCE,
-            pop_batch=pop_group,
-            work=self._write_group,
-            order=None,
-            clock_s=clock_s,
-        )
+        work = WriteWork(files, self._payload_threads)
+        self._queue = DiskQueue("kv-write", work, n_threads=GROUPS_AT_ONCE, clock_s=clock_s)
         self.add = self._queue.add
         self.cancel_waiting = self._queue.cancel_waiting
 
@@ -67,8 +60,21 @@ class ThreadedWriter:
         self._queue.close(wait=wait)
         self._payload_threads.shutdown(wait=wait)
 
-    def _write_group(self, group: Sequence[BlockWrite]) -> Sequence[Ended]:
-        return self._files.write_group(group, self._payload_threads)
+class WriteWork:
+    """Writes groups through the files' `DiskIo`, in the order of their arrival."""
+
+    def __init__(self, files: SegmentFiles, payload_threads: ThreadPoolExecutor) -> None:
+        self._files = files
+        self._payload_threads = payload_threads
+
+    def sort(self, added: list[BlockWrite]) -> None:
+        """Keep the order of their arrival."""
+
+    def pop_batch(self, waiting: deque[BlockWrite]) -> list[BlockWrite]:
+        return pop_group(waiting)
+
+    def run(self, batch: Sequence[BlockWrite]) -> Sequence[Ended]:
+        return self._files.write_group(batch, self._payload_threads)
 
 
 def pop_group(waiting: deque[BlockWrite]) -> list[BlockWrite]:
