@@ -73,14 +73,7 @@ class EtcdClient:
         timeout_s: float = 3.0,
     ) -> None:
         """`password` is called at each login, with `user`."""
-        target = channel_target(endpoints)
-        host = endpoints[0].rpartition(":")[0]
-        self._connections = Connections(
-            lambda: open_channel(target, tls, host=host),
-            _probe,
-            linger_s=timeout_s + 1,
-            credentials_version=tls.version if tls is not None else lambda: None,
-        )
+        self._connections = Connections(_EtcdChannels(endpoints, tls), linger_s=timeout_s + 1)
         self._naming = asyncio.create_task(self._follow_name(endpoints[0]), name="etcd-name")
         self._timeout_s = timeout_s
         self._user = user
@@ -295,10 +288,24 @@ def _unary(
     )
 
 
-def _probe(channel: grpc.aio.Channel, timeout_s: float) -> Awaitable[object]:
-    """Read a key from the member's own store. An authentication error shows that it works, too."""
-    request = pb.RangeRequest(key=b"\0", serializable=True)
-    return _unary(channel, "KV/Range", pb.RangeResponse)(request, timeout=timeout_s, wait_for_ready=True)
+class _EtcdChannels:
+    """The `ChannelSource` of a client."""
+
+    def __init__(self, endpoints: Sequence[str], tls: EtcdTls | None) -> None:
+        self._target = channel_target(endpoints)
+        self._host = endpoints[0].rpartition(":")[0]
+        self._tls = tls
+
+    def open(self) -> grpc.aio.Channel:
+        return open_channel(self._target, self._tls, host=self._host)
+
+    def probe(self, channel: grpc.aio.Channel, timeout_s: float) -> Awaitable[object]:
+        """Read a key from the member's own store. An authentication error shows that it works, too."""
+        request = pb.RangeRequest(key=b"\0", serializable=True)
+        return _unary(channel, "KV/Range", pb.RangeResponse)(request, timeout=timeout_s, wait_for_ready=True)
+
+    def credentials_version(self) -> object:
+        return None if self._tls is None else self._tls.version()
 
 
 def typed_error(error: grpc.aio.AioRpcError) -> SlipstreamError:

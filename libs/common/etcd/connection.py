@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable
+from typing import Any, Protocol, TypeVar
 
 import grpc
 
@@ -83,29 +83,33 @@ def _retrieve_error(answer: asyncio.Future[Any]) -> None:
         answer.exception()
 
 
+class ChannelSource(Protocol):
+    """Opens channels to etcd, and probes them."""
+
+    def open(self) -> grpc.aio.Channel:
+        """A new channel."""
+
+    def probe(self, channel: grpc.aio.Channel, timeout_s: float) -> Awaitable[object]:
+        """Make a call that any working member answers, if only with an error."""
+
+    def credentials_version(self) -> object:
+        """Changes when a file of the credentials does; None without files, and while one is missing."""
+
+
 class Connections:
     """The connection in use. Event loop only."""
 
-    def __init__(
-        self,
-        open_channel: Callable[[], grpc.aio.Channel],
-        probe: Callable[[grpc.aio.Channel, float], Awaitable[object]],
-        *,
-        linger_s: float,
-        credentials_version: Callable[[], object] = lambda: None,
-    ) -> None:
-        """`probe(channel, timeout_s)` makes a call that any working member answers, if only with an error.
+    def __init__(self, source: ChannelSource, *, linger_s: float) -> None:
+        """A replaced channel is closed after `linger_s`.
 
-        A replaced channel is closed after `linger_s`. A connection that fails is replaced where
-        `credentials_version` has changed since it was opened: gRPC itself connects with the old files.
+        A connection that fails is replaced where the version of the credentials has changed since it was
+        opened: gRPC itself connects with the old files.
         """
         self._linger_s = linger_s
         self._probe_timeout_s = PROBE_TIMEOUT_S
-        self._open_channel = open_channel
-        self._probe = probe
-        self._credentials_version = credentials_version
-        self._opened_with = credentials_version()
-        self.current = Connection(open_channel())
+        self._source = source
+        self._opened_with = source.credentials_version()
+        self.current = Connection(source.open())
         self.n_replaced = 0
         self._closing: set[asyncio.Task[None]] = set()
         self._checking = asyncio.create_task(self._check_health(), name="etcd-health-check")
@@ -145,7 +149,7 @@ class Connections:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
-            await connection.answer_of(self._probe(connection.channel, self._probe_timeout_s))
+            await connection.answer_of(self._source.probe(connection.channel, self._probe_timeout_s))
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 # A longer time-out spares a slow member repeated connections, logins and watches.
@@ -154,7 +158,7 @@ class Connections:
                     self._replace(connection)
                 return
             if error.code() is grpc.StatusCode.UNAVAILABLE:  # gRPC has noticed, and reconnects
-                if self._credentials_version() not in (None, self._opened_with):
+                if self._source.credentials_version() not in (None, self._opened_with):
                     self._replace(connection)
                 await asyncio.sleep(PROBE_AFTER_S)
                 return
@@ -164,8 +168,8 @@ class Connections:
     def _replace(self, connection: Connection) -> None:
         log.info("etcd: replacing a connection that does not answer")
         self.n_replaced += 1
-        self._opened_with = self._credentials_version()
-        self.current = Connection(self._open_channel())
+        self._opened_with = self._source.credentials_version()
+        self.current = Connection(self._source.open())
         connection.fail_reads()
         closing = asyncio.create_task(self._close_late(connection.channel))
         self._closing.add(closing)

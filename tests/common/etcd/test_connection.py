@@ -35,9 +35,22 @@ async def open_connections(
     probe: Callable[[Any, float], Awaitable[object]], monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Connections]:
     monkeypatch.setattr(connection, "PROBE_AFTER_S", 0.001)
-    connections = Connections(lambda: _channel(), probe, linger_s=0.001)
+    connections = Connections(Channels(probe), linger_s=0.001)
     yield connections
     await connections.close()
+
+
+class Channels:
+    """A source of such channels, with the probe of a test."""
+
+    def __init__(self, probe: Callable[[Any, float], Awaitable[object]]) -> None:
+        self.probe = probe
+
+    def open(self) -> Any:
+        return _channel()
+
+    def credentials_version(self) -> object:
+        return None
 
 
 def _channel() -> Any:
