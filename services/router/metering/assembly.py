@@ -89,7 +89,7 @@ def make_metering(
         wall_clock_s=wall_clock_s,
         n_routers=lambda: len(members.current.with_role(Role.ROUTER)),
         is_shared=options.database is not None,
-        on_refused=lambda kind: counters.add("slipstream_limited_total", labels=(kind.value,)),
+        counters=counters,
     )
     ledger = renewal = None
     if options.database is not None:

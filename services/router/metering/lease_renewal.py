@@ -27,18 +27,16 @@ class LeaseRenewal:
         self._counters = counters
         self._limiter = limiter
         self._store = store
-        self._wake = asyncio.Event()
         self._is_failing = False
-        limiter.on_low = self._wake.set
 
     async def run(self) -> None:
         """Renew for ever."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LIMIT_RENEW_S if self._limiter.leases else None):
-                    await self._wake.wait()
+                    await self._limiter.low.wait()
             await asyncio.sleep(_GAP_S)
-            self._wake.clear()
+            self._limiter.low.clear()
             await self.renew()
             for kind, share in self._limiter.spend_shares().items():
                 self._counters.set("slipstream_spend_limit_used_ratio", share, (kind.value,))

@@ -5,11 +5,13 @@ A request never waits for the database. `lease_renewal.py` renews the leases in 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from libs.common.service_bounds import LIMIT_LEASE_S, LIMIT_RENEW_S
+from libs.common.telemetry.counters import Counters
 from services.router.metering.lease import Lease
 from services.router.metering.limit_headers import LimitState
 from services.router.metering.limit_window import LimitKind, LimitWindow, window_of
@@ -31,7 +33,7 @@ _UNITS: Mapping[LimitKind, str] = {
 }
 _HEADERS = ((LimitKind.REQUESTS, "requests"), (LimitKind.TOKENS, "tokens"))
 _CONCURRENT_RETRY_MS = 1000
-# A router lets go of a lease before others take it: the clocks of routers differ.
+# A router gives up a lease before others take it, because the clocks of routers differ.
 _UNRENEWED_SHARE = 0.75
 _COUNT_ROUTERS_S = 1.0
 
@@ -101,20 +103,17 @@ class Limiter:
         wall_clock_s: Callable[[], float],
         n_routers: Callable[[], int],
         is_shared: bool,
-        on_low: Callable[[], None] = lambda: None,
-        on_refused: Callable[[LimitKind], None] = lambda _: None,
+        counters: Counters,
     ) -> None:
-        """`is_shared`: leases come from a database. Else each router has an equal part of a limit.
-
-        `on_low`: a lease should be renewed soon."""
+        """`is_shared`: leases come from a database. Else each router has an equal part of a limit."""
         self._source = source
         self.wall_clock_s = wall_clock_s
         self._count_routers = n_routers
         self._n_routers = 1
         self._counted_unix_s = 0.0
         self._is_shared = is_shared
-        self.on_low = on_low
-        self._on_refused = on_refused
+        self._counters = counters
+        self.low = asyncio.Event()  # set: a lease should be renewed soon
         self.leases: dict[LeasePlace, HeldLease] = {}
 
     def admit(self, tenant: str, key_sha256: bytes, use: LimitedUse) -> Reservation | None:
@@ -136,7 +135,7 @@ class Limiter:
         for (_, kind, _), held in zip(places, leases, strict=True):
             held.lease.use(use.amount(kind))
         if self._is_shared and any([held.lease.is_low for held in leases]):
-            self.on_low()
+            self.low.set()
         return Reservation(
             self,
             [
@@ -146,7 +145,7 @@ class Limiter:
         )
 
     def settle(self, subject: str, kind: LimitKind, limit: int, window: LimitWindow, amount: int) -> None:
-        """Use so much more, or less, than was taken in this window. What is more counts in a later one."""
+        """Use `amount` more or less than was taken in `window`. In a later window only more counts."""
         if not amount:
             return
         held = self._current(subject, kind, limit)
@@ -225,9 +224,9 @@ class Limiter:
         is_too_long = kind is LimitKind.TOKENS and use.prompt_tokens > lease.limit
         if lease.room >= 1 and not is_too_long:
             return
-        self._on_refused(kind)
+        self._counters.add("slipstream_limited_total", labels=(kind.value,))
         if lease.is_low and self._is_shared:
-            self.on_low()
+            self.low.set()
         limit = amount_text(lease.limit) if kind in _SPEND else str(lease.limit)
         message = f"the limit of {limit} {_UNITS[kind]} for {subject.replace(':', ' ', 1)} is reached"
         if is_too_long:

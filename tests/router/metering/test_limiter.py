@@ -60,17 +60,17 @@ class Router:
         n_routers: int = 1,
         name: str = "router-0",
     ) -> None:
-        self.refused: list[LimitKind] = []
+        self.counters = Counters()
         self.limiter = Limiter(
             source,
             wall_clock_s=clock,
             n_routers=lambda: n_routers,
             is_shared=database is not None,
-            on_refused=self.refused.append,
+            counters=self.counters,
         )
         self.renewal = None
         if database is not None:
-            self.renewal = LeaseRenewal(self.limiter, LeaseStore(database, name), Counters())
+            self.renewal = LeaseRenewal(self.limiter, LeaseStore(database, name), self.counters)
 
     def admit(self, *, prompt: int = 10, output: int = 10, spend: int = 0, requests: int = 1) -> Reservation:
         found = self.limiter.admit("anna", b"", LimitedUse(requests, prompt, output, spend))
@@ -136,7 +136,8 @@ def test_a_request_that_was_refused_for_capacity_gives_back_what_it_took() -> No
     router.admit().end(n_requests=0, tokens=0, spend_pico=0)
     router.admit().end(n_requests=1, tokens=0, spend_pico=0)
     assert not router.passes()
-    assert router.refused == [LimitKind.REQUESTS]
+    limited = list(router.counters.values())
+    assert limited == [("slipstream_limited_total", ("requests_per_minute",), 1)]
 
 
 def test_concurrent_requests_end_in_any_minute() -> None:
