@@ -39,8 +39,7 @@ class DrafterApp(WorkerApp):
         """Raises InvalidArgument for a head without its files."""
         super().__init__(options)
         require_models(options, "model", "draft_model")
-        self._batcher = Batcher(self._load_head, on_broken=self._broke)
-        self._stop: Callable[[], None] = lambda: None
+        self._batcher = Batcher(self._load_head, on_broken=self.end_broken)
         self._service: DrafterService | None = None
         self._stack = contextlib.AsyncExitStack()
 
@@ -91,11 +90,6 @@ class DrafterApp(WorkerApp):
         )
         addresses = await open_address_book(discovery, self._stack)
         return RowReader(transport, memory, addresses, self.counters)
-
-    def _broke(self) -> None:
-        """Stop this process; the supervisor starts another one."""
-        self.broken = True
-        self._stop()
 
     def register(self, server: grpc.aio.Server, load_changed: Callable[[], None]) -> None:
         assert self._service is not None

@@ -26,6 +26,7 @@ class WorkerApp(ABC):
     def __init__(self, options: WorkerSettings) -> None:
         self.options = options
         self.broken = False  # it cannot serve any more: the process must be replaced
+        self._stop: Callable[[], None] = lambda: None  # ends the process; set by `open`
         self.counters = Counters()
         self.transport_kind = "none"
         self.fingerprint: Fingerprint | None = None  # None without KV
@@ -37,6 +38,11 @@ class WorkerApp(ABC):
     @abstractmethod
     async def open(self, endpoint: str, discovery: Discovery, stop: Callable[[], None]) -> None:
         """Load and warm up. `stop` ends the process when the worker finds itself broken."""
+
+    def end_broken(self) -> None:
+        """End the process: the worker cannot serve any more."""
+        self.broken = True
+        self._stop()
 
     @abstractmethod
     def register(self, server: grpc.aio.Server, load_changed: Callable[[], None]) -> None:

@@ -70,10 +70,7 @@ class EngineApp(WorkerApp):
         """Register the servicer."""
 
     async def open(self, endpoint: str, discovery: Discovery, stop: Callable[[], None]) -> None:
-        def broke() -> None:
-            self.broken = True
-            stop()
-
+        self._stop = stop
         options = self.options
         transport = open_transport(
             options.transport, host_of(endpoint), bind=options.kv_bind(), advertise=options.kv_advertise
@@ -87,7 +84,7 @@ class EngineApp(WorkerApp):
             addresses=await open_address_book(discovery, self._stack),
             draft_source=draft_source,
             wants_features=self.wants_features,
-            on_broken=broke,
+            on_broken=self.end_broken,
             restore_floor_ms=options.restore_floor_ms,
             checksum=KvChecksum.of_cluster(options.cluster_secret()),
             counters=self.counters,
