@@ -128,7 +128,7 @@ class SqliteConnection:
         self._raw.execute("COMMIT")
 
     def lock_schema(self) -> None:
-        """Nothing: the write lock is held."""
+        """Do nothing: the write lock covers the schema."""
 
     def rollback(self) -> None:
         """Undo what is open."""

@@ -56,7 +56,7 @@ class WorkQueue:
             self._changed.notify()
 
     def put_back(self, works: Sequence[DatabaseWork]) -> None:
-        """Let what was taken wait again, before what came later of its tenant."""
+        """Queue a taken item again, before later items of its tenant."""
         with self._changed:
             for work in reversed(works):
                 self._waiting.setdefault(work.tenant, deque()).appendleft(work)

@@ -112,17 +112,17 @@ class Fit:
 
     @property
     def all_kv_tokens(self) -> int:
-        """Of all replicas. Two of them may hold the same context."""
+        """KV tokens of all replicas together. Two replicas may hold the same context."""
         return self.cut.replicas * self.kv_tokens
 
     @property
     def staged_bytes(self) -> int:
-        """Of the host, for copies of a worker's pages."""
+        """Host memory for copies of a worker's pages."""
         return Staging().n_bytes(self.kv_bytes)
 
     @property
     def host_bytes(self) -> int:
-        """What a worker's processes take of the host with their staged copies, beside page cache."""
+        """Host memory of a worker's processes and their staged copies, without page cache."""
         return self.cut.group_cards * PROCESS_OVERHEAD_BYTES + self.staged_bytes
 
 

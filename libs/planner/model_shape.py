@@ -1,4 +1,4 @@
-"""What a plan needs to know of a model: bytes, multiplications and KV bytes of each of its layers."""
+"""The inputs of a plan about a model: bytes, multiplications and KV bytes of each layer."""
 
 from __future__ import annotations
 

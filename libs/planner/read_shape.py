@@ -1,4 +1,4 @@
-"""The shape of whatever model a `config.json` describes."""
+"""The shape of the model that a `config.json` describes."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Rows:
         return self.n_sequences * self.each
 
     def part(self, n_parts: int) -> Rows:
-        """One of `n_parts` micro-batches. It reads the context of each sequence of which it has a row."""
+        """The rows of one of `n_parts` micro-batches, which reads the contexts of its own sequences."""
         n_sequences = max(self.n_sequences / n_parts, 1.0)
         each = self.n_rows / n_parts / n_sequences
         return Rows(n_sequences, each, self.context_tokens, self.is_prefill)
@@ -107,12 +107,12 @@ class StepTimes:
         return weights / self.cut.attention_cards + kv * self.cut.dp / kv_shares(self.model, self.cut)
 
     def _other_bytes(self, layer: LayerShape, n_rows: float) -> float:
-        """Of the card whose part of the experts is reached most."""
+        """Bytes beside attention that the card with the most used experts reads."""
         experts = self.cut.ep * layer.fullest_part_hits(n_rows, self.cut.ep) * layer.expert_bytes
         return (layer.shared_bytes + experts) / self.cut.tp
 
     def _attention_flops(self, layer: LayerShape, own: Rows) -> float:
-        """Of one card, copies of the projections included."""
+        """Attention's operations on one card, with its copies of the projections."""
         multiplied = layer.attention_params + (self.cut.heads_copies - 1) * layer.heads_params
         of_context = layer.prefill_flops if own.is_prefill else layer.context_flops
         a_row = 2 * multiplied + of_context * own.context_tokens

@@ -142,7 +142,7 @@ class AnswerCloser:
 
 
 def _planned(end: AnswerEnd, way: tuple[int, ...] | None) -> AnswerEnd:
-    """What follows from a look that found this way, or none. Pure."""
+    """The plan after a look that found `way`; None: the look found none. Pure."""
     n_left = end.n_left
     if way is None or len(way) > n_left:
         return AnswerEnd(n_left, n_left * 7 // 8)

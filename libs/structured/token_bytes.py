@@ -82,7 +82,7 @@ def starts_escaped(byte: int, is_escaped: bool) -> bool:
 
 
 def _head(raw: bytes) -> bytes | None:
-    """What a token adds to a string that it ends; None for one that does not end it."""
+    """The text that a token adds to the string that it ends; None if it ends none."""
     is_escaped = False
     for i, byte in enumerate(raw):
         if byte == _QUOTE and not is_escaped:

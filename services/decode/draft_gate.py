@@ -78,7 +78,7 @@ class _Bucket:
         self.settled_ms, self.settled_steps, self.due_ms = 0.0, 0, due_ms
 
     def switch(self) -> None:
-        """The other way runs from now on."""
+        """Change between steps with and without drafts."""
         self.on = not self.on
         self.window.clear()
         self.trial.clear()
@@ -299,7 +299,7 @@ class DraftGate:
             self._judge(bucket, bucket.trial.cost_ms / self.feature_factor, excess_ms)
 
     def _judge(self, bucket: _Bucket, other_ms: float, excess_ms: float) -> None:
-        """The other way costs `other_ms`, and to know it cost `excess_ms`."""
+        """Choose the cheaper way. A token costs `other_ms` the other way; its trial cost `excess_ms` more."""
         own_ms = bucket.window.cost_ms + (self._setup(bucket) if bucket.on else 0.0)
         if other_ms < own_ms * (1 - self.limits.margin):
             bucket.switch()

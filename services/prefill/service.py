@@ -164,7 +164,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         return job
 
     def _end(self, key: AttemptKey) -> PrefillJob:
-        """Stop a running attempt and end its handoff; wait for the job to know that nothing is held."""
+        """Stop a running attempt and end its handoff. Its job holds nothing once it is awaited."""
         job = self._jobs[key]
         self._handoffs.cancel(key)
         job.end()

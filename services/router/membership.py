@@ -16,7 +16,7 @@ HAND_OVER_AFTER_S = 1.0
 
 
 class RouterMembership:
-    """Discovery and the health of the router's gRPC ports say the same as its HTTP ports."""
+    """Announces the router in discovery, and reports its readiness by gRPC's health service."""
 
     def __init__(
         self,

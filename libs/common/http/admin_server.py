@@ -34,7 +34,7 @@ MAX_ADMIN_BODY_BYTES = 1 << 20
 CompleteHeaders = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 
 
-# Who makes a request, as the access table judged.
+# The caller of a request, as the access control found it.
 CALLER = web.RequestKey("caller", CallerIdentity)
 
 

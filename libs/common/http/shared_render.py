@@ -32,7 +32,7 @@ class SharedRender:
 
     async def _render(self, form: str, accept: str) -> Page:
         async with self._lock:
-            del self._coming[form]  # who reads from now on waits for the next one
+            del self._coming[form]  # later readers wait for the next rendering
             self._metrics.measure()
             # A text of thousands of lines takes milliseconds, which streams on the event loop must not wait.
             return await asyncio.to_thread(self._metrics.render, accept)

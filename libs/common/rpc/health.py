@@ -33,7 +33,7 @@ class HealthService:
             self._wake()
 
     def end(self) -> None:
-        """All names are NOT_SERVING from now on, whatever is set later."""
+        """Report NOT_SERVING for all names, and ignore later changes."""
         self._is_final = True
         self._serving = dict.fromkeys(self._serving, False)
         self._wake()

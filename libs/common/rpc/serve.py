@@ -188,7 +188,7 @@ class ServiceHost:
         await self.set_ready(False)
 
     async def set_ready(self, ready: bool) -> None:
-        """Say whether new work is welcome. Liveness is not touched."""
+        """Set whether the process takes new work. Liveness is not touched."""
         for name in (READINESS, _OVERALL, *self._service_names):
             self._health.set_serving(name, ready)
 

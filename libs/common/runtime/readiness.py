@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 class HealthState:
     """A state of a process: its name, a sentence for people, and whether new work can run.
 
-    `figures`: what else the page of the state has.
+    `figures`: further values on the page of the state.
     """
 
     status: str

@@ -37,7 +37,7 @@ class Tensor(Protocol):
 
 
 def is_tensor(memory: object) -> TypeGuard[Tensor]:
-    """Whether the object looks like a torch tensor."""
+    """Whether the object has the interface of a torch tensor."""
     return all(hasattr(memory, name) for name in ("data_ptr", "nbytes", "device", "is_contiguous"))
 
 

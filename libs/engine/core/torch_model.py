@@ -88,7 +88,7 @@ class TorchModel:
 
     @property
     def kernels(self) -> Kernels:
-        """The kernels of the model, for what else runs on its thread."""
+        """The kernels of the model, for a draft head on the same thread."""
         return self._runner.loaded_kernels
 
     def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:

@@ -130,7 +130,7 @@ class ModelRunner:
 
     @property
     def loaded_kernels(self) -> Kernels:
-        """The kernels of the model, for what else runs on its thread."""
+        """The kernels of the model, for a draft head on the same thread."""
         return self.decoder.kernels
 
     @torch.inference_mode()

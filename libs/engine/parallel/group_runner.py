@@ -101,7 +101,7 @@ class GroupRunner:
 
     @property
     def loaded_kernels(self) -> Kernels:
-        """The kernels of rank 0, for what else runs on its thread."""
+        """The kernels of rank 0, for a draft head on the same thread."""
         return self._model.kernels
 
     @torch.inference_mode()

@@ -33,7 +33,7 @@ from libs.engine.step.prompt_scores import PromptScores
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """What a rank must know to load its part; equal at all ranks, but for `rank`.
+    """The inputs by which a rank loads its part; equal at all ranks, but for `rank`.
 
     `runner` has no directory of a head or of packed weights, and no progress. `store` and `pages` are
     descriptors of files in memory: where ranks find each other, and the KV pages.

@@ -80,7 +80,7 @@ class _Unions:
         return found
 
     def held_by(self, part: Json) -> Iterator[Any]:
-        """What the alternatives at the part's place hold."""
+        """The members of all alternatives at the part's place."""
         seen, stack = set[int](), [part]
         while stack:
             alike = stack.pop()

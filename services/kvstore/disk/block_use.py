@@ -20,7 +20,7 @@ SAMPLED_BLOCKS = 4096
 
 
 class BlockUse:
-    """Over the columns of one table, which says what comes and goes."""
+    """The use of the blocks in one table's columns. The table reports each block that it gains or loses."""
 
     def __init__(
         self,

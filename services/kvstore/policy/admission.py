@@ -27,7 +27,7 @@ class WriteBudget:
         self._at_ms = now_ms
 
     def fill(self, *, now_ms: float) -> float:
-        """How full the bucket is, 0 to 1; below 0 when more was spent than there was."""
+        """How full the bucket is, 0 to 1; below 0 after writes beyond it."""
         self._left = min(self._most, self._left + max(0.0, now_ms - self._at_ms) * self._per_ms)
         self._at_ms = max(self._at_ms, now_ms)
         return self._left / self._most
@@ -38,7 +38,7 @@ class WriteBudget:
         return self._left >= n_bytes
 
     def spend(self, n_bytes: int) -> None:
-        """They are written, whether they were left or not."""
+        """Take written bytes from the budget, which may fall below zero."""
         self._left -= n_bytes
 
 

@@ -25,7 +25,7 @@ _EDGE_LIST: list[float] = _EDGES.tolist()
 _WIDTHS: Floats = np.diff(_EDGES)
 _FREQUENCIES = np.array(FREQUENCY_OF_KIND)
 
-# Hits that a kind needs before it is believed as much as the kinds like it.
+# Hits that a kind needs before its own rate weighs as much as the rate of similar kinds.
 _PRIOR_HITS = 5.0
 # Wanted blocks between two times of learning: a part of all so far. What is learned late, few hits follow.
 _MIN_LEARN_BLOCKS = 32

@@ -12,7 +12,7 @@ from services.kvstore.policy.history import BlockRecord, Queue
 
 
 class WorthQueues:
-    """What a tier has. What was named, and may be held by a reader, is apart until `spared`."""
+    """The blocks of a tier. Blocks that `next` named, and a reader may hold, are apart until `spared`."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         """`weights`: of the caches, whose bits in `BlockRecord.held` are 1, 2, 4 and so on."""
@@ -24,7 +24,7 @@ class WorthQueues:
         return sum(map(len, (*self._queues, self._named)))
 
     def weigh(self, weights: Sequence[float]) -> None:
-        """The caches have these weights from now on."""
+        """Set the weights of the caches."""
         worth = [0.0]
         for weight in weights:
             worth += [weight + other for other in worth]
@@ -41,7 +41,7 @@ class WorthQueues:
         return queue
 
     def remove(self, record: BlockRecord) -> None:
-        """The tier has the block no more."""
+        """Remove a block that the tier has lost."""
         if record.queue is not None:
             del record.queue[record]
             record.queue = None

@@ -18,7 +18,7 @@ LOOK_BLOCKS = 1024
 # The next turn of a chain that lost its start most likely puts it again: so much patience.
 GRACE_S = 60.0
 DROP_BLOCKS = 64
-# The watch looks at what comes after a dropped block by then; one that was put again meanwhile is new.
+# The watch checks the successors of a dropped block within this time; a block that was put again is new.
 INHERIT_S = 600.0
 
 

@@ -11,7 +11,7 @@ from services.router.admission.types import AdmissionLimits, AdmissionRequest, P
 
 @dataclass(slots=True)
 class WaitingRequest:
-    """One that waits until `until_ms`."""
+    """A request that waits from `since_ms` until `until_ms` at most."""
 
     ask: AdmissionRequest
     since_ms: float

@@ -73,7 +73,7 @@ class AdmissionController:
         return len(self._queues)
 
     def wanted(self, capacity: Capacity, now_ms: float) -> WantedWorkers:
-        """What of the queue more workers would let run. A queue behind `max_running` wants none."""
+        """The queued work that more workers would run. A queue behind `max_running` wants none."""
         room = self._limits.max_running - len(self._running)
         head = self._queues.next_head(now_ms)
         if head is None or room <= 0:

@@ -180,7 +180,7 @@ class AdmissionGate:
         self._poll()
 
     def wanted(self) -> WantedWorkers:
-        """What of the queue more workers would let run."""
+        """The queued work that more workers would run."""
         return self.controller.wanted(self.capacity(), self.now_ms())
 
     @property

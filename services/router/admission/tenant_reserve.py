@@ -21,20 +21,20 @@ class TenantReserve:
         self._present: Counter[str] = Counter()
 
     def enter(self, tenant: str) -> None:
-        """A request waits."""
+        """Count a request that waits."""
         self._present[tenant] += 1
 
     def leave(self, tenant: str) -> None:
-        """A request waits no longer, or one that ran has ended."""
+        """Count a request less that waited."""
         _discount(self._present, tenant)
 
     def begin(self, tenant: str) -> None:
-        """A request runs."""
+        """Count a request that runs."""
         self._running[tenant] += 1
         self._present[tenant] += 1
 
     def end(self, tenant: str) -> None:
-        """A request runs no longer."""
+        """Count a request less that ran."""
         _discount(self._running, tenant)
         _discount(self._present, tenant)
 
@@ -45,7 +45,7 @@ class TenantReserve:
 
 
 def with_reserve(places: int) -> int:
-    """So many places and those of the reserve."""
+    """`places` and the places of the reserve together."""
     return places + max(1, int(TENANT_RESERVE_SHARE * places))
 
 

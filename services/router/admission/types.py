@@ -98,7 +98,7 @@ class Changes(msgspec.Struct, frozen=True, gc=False):
 
 
 class WantedWorkers(msgspec.Struct, frozen=True, gc=False):
-    """What of a queue waits for workers: tokens to compute, and requests for want of places of decode."""
+    """Queued work that waits for workers: prompt tokens, and requests without a place on a decode worker."""
 
     prefill_tokens: int = 0
     decode_requests: int = 0

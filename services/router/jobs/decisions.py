@@ -136,7 +136,7 @@ class Headroom:
 
 
 def overdue_jobs(submitted_unix_s: Iterable[float], *, now_unix_s: float, longest_wait_s: float) -> int:
-    """How many jobs go on whatever live requests do: those submitted so long ago, a few at a time."""
+    """How many jobs run beside live requests: those that waited for so long, MOST_OVERDUE at most."""
     return min(MOST_OVERDUE, sum(now_unix_s - each >= longest_wait_s for each in submitted_unix_s))
 
 

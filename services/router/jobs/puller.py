@@ -118,7 +118,7 @@ class JobPuller:
 
     @property
     def overdue(self) -> int:
-        """Jobs of this router and of the queue that go on whatever live requests do."""
+        """Overdue jobs of this router and of the queue, which run beside live requests."""
         mine = [running.job.created_unix_s for running in self._running.values()]
         mine += [job.created_unix_s for job in self._claimed]
         return overdue_jobs(

@@ -16,7 +16,7 @@ LONGEST_WAIT_S = 600.0
 
 
 class DeliveryOutcome(enum.StrEnum):
-    """What came of one delivery of a webhook."""
+    """The outcome of one delivery of a webhook."""
 
     DELIVERED = "delivered"
     FAILED = "failed"  # it is sent again

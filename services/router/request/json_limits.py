@@ -14,7 +14,7 @@ def check_structure(texts: Sequence[tuple[str, bytes]]) -> None:
     Raises InvalidArgument naming the field of one.
     """
     most = bounds.MAX_STRUCTURE_BYTES
-    if sum([len(text) for _, text in texts]) > most:  # else there is no need to tell strings apart
+    if sum([len(text) for _, text in texts]) > most:  # a shorter text needs no split into strings
         n_bytes = 0
         for field, text in texts:
             n_bytes += structure_bytes(text, at_most=most - n_bytes)

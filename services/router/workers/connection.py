@@ -159,7 +159,7 @@ class WorkerConnection:
         return tuple([count.tokens for count in self._counted])
 
     def count(self, count: TokensInFlight) -> None:
-        """One more request is there, until `discount`."""
+        """Count a request at the worker, until `discount`."""
         self._counted.add(count)
         self.requests_in_flight += 1
 
@@ -342,16 +342,16 @@ class TokensInFlight:
         link.tokens_in_flight += tokens
 
     def add(self, tokens: int) -> None:
-        """More of them."""
+        """Count more tokens."""
         self.tokens += tokens
         self._link.tokens_in_flight += tokens
 
     def lower_to(self, tokens: int) -> None:
-        """No more than this many are left."""
+        """Lower the count to `tokens`, if it is higher."""
         self.add(min(tokens - self.tokens, 0))
 
     def release(self) -> None:
-        """They are done with. Idempotent."""
+        """End the count of the request and its tokens. Idempotent."""
         if not self._released:
             self._released = True
             self._link.discount(self)

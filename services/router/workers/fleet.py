@@ -38,7 +38,7 @@ _NO_CONTEXT: Mapping[Role, int] = {}
 _RETIRE_POLL_S = 1.0
 # Pieces of obsolete entries in the prefix index that one clean-up removes; each takes a millisecond or two.
 _CLEAN_UP_STEPS = 8
-# Lines about single workers in 30 s: who writes into etcd may add any number of false ones.
+# Lines about single workers in 30 s: a writer into etcd may add any number of false workers.
 _MAX_NEWS = 256
 
 

@@ -175,7 +175,7 @@ class BatchStore:
         await self._database.run(self.saving(held, rest_s=rest_s))
 
     def saving(self, held: HeldBatch, *, rest_s: float | None = None) -> Callable[[SqlTransaction], None]:
-        """What `save` does, for a transaction that does more. It may run again."""
+        """The statements of `save`, for a larger transaction. A repeated transaction runs them again."""
         now_s = self.wall_clock_s()
         until_s = now_s + (LEASE_S if rest_s is None else rest_s)
         lease = held.lease if rest_s is None else ""

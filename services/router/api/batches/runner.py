@@ -86,7 +86,7 @@ class BatchRunner:
 
     async def step(self) -> bool:
         """Work on one batch; whether there was one."""
-        async with self._holding:  # each knows which tenants the others work for
+        async with self._holding:  # `_kept_s` then has the tenants of all other workers
             held = await self._batches.hold(but=self._kept_s)
             if held is None:
                 return False

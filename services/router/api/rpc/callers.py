@@ -84,5 +84,5 @@ def _session(metadata: Mapping[str, str]) -> str | None:
 
 
 def _attempt(text: str) -> int:
-    """A number of up to four digits; anything else says nothing."""
+    """A number of up to four digits; 0 for any other text."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 4 else 0

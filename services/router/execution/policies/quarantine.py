@@ -68,11 +68,11 @@ class _UnprovenAttempts:
     elsewhere: CrashedAttempts = NO_ATTEMPTS  # of other routers
 
     def now(self) -> CrashedAttempts:
-        """What runs on it now."""
+        """The attempts that run on the worker now."""
         return CrashedAttempts(len(self.attempts), sum(suspect.strikes > 0 for suspect in self.attempts))
 
     def has_crashed(self) -> CrashedAttempts:
-        """What ran on it when it crashed: what runs there now, unless it had crashed before."""
+        """The attempts that ran on the worker when it crashed; the first call counts them."""
         if self.at_crash is None:
             self.at_crash = self.now()
         return self.at_crash

@@ -148,7 +148,7 @@ class BatchService:
 async def _read_content(header: batches_pb2.FileHeader, context: Context, upload: FileUpload) -> float:
     """Give the messages after the header to the upload; the life of the file. Raises InvalidArgument.
 
-    A call that breaks off ends like one that is whole: only the size tells them apart.
+    A broken call ends like a complete one: only the size shows the difference.
     """
     ttl_s, n_left = ttl_s_of(header.ttl_ms, "header.ttl_ms"), header.n_bytes
     batch_bounds.FILE_BYTES.check(header.n_bytes)
