@@ -50,7 +50,6 @@ SHORTEST = {
     "bench.kvstore.faults": "--prompt-tokens 256 --rounds 1 --only EIO --json",
     "bench.kvstore.pins": "--rounds 1 --json",
     "bench.kvstore.pool": "--turns 1 --json",
-    "bench.kvstore.pool_tier": "--turns 1 --json",
     "bench.kvstore.remote": "--turns 1 --batches 2 --json",
     "bench.kvstore.ttft": "--prompt-tokens 1024 --rounds 1 --json",
     "bench.load": "--gb 0.01 --rounds 1 --dir {tmp} --json",
