@@ -12,7 +12,6 @@ the head then sees less of the prompt. `--compare` also runs without drafts and 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -22,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.command_line import bench_parser
 from libs.engine.core.build import EngineOptions, build_drafter, build_engine
 from libs.text.special_tokens import IM_END
 from libs.text.tokenizer import Tokenizer
@@ -126,7 +126,7 @@ def _run(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.acceptance", description=__doc__.splitlines()[0])
+    parser = bench_parser("acceptance", __doc__)
     parser.add_argument("--base-dir", type=Path, default=BASE_DIR, help="model (default: %(default)s)")
     parser.add_argument("--eagle-dir", type=Path, default=EAGLE_DIR, help="draft head (default: %(default)s)")
     parser.add_argument("--dialogues", type=int, default=200, help="held-out ones (default: %(default)s)")
@@ -136,7 +136,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--compare", action="store_true", help="also run without drafts")
     parser.add_argument("--weight-dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = vars(parser.parse_args(argv))
     as_json = given.pop("json")
     try:

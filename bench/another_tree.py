@@ -23,7 +23,7 @@ def another_tree(commit: str, folder: Path, *, benchmark: Path) -> Path:
         if hasattr(tarfile, "data_filter"):  # Python before 3.11.4 has none
             tar.extraction_filter = tarfile.data_filter
         tar.extractall(folder)
-    for source in (benchmark, Path(__file__)):
+    for source in (benchmark, Path(__file__), ROOT / "bench" / "command_line.py"):
         target = folder / source.resolve().relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(source.read_bytes())

@@ -31,6 +31,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.command_line import bench_parser
 from bench.ledgers import wait_until_idle
 from bench.progress import say
 from bench.request_log import percentiles
@@ -342,11 +343,10 @@ def show(report: dict[str, object]) -> None:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.cancel", description=__doc__)
+    parser = bench_parser("cancel", __doc__)
     parser.add_argument("--rounds", type=int, default=10, help="for each stage and way")
     parser.add_argument("--only", default=",".join(STAGES), help=f"of {', '.join(STAGES)}")
     parser.add_argument("--transport", default="auto")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args()
     options.only = options.only.split(",")
     if unknown := set(options.only) - set(STAGES):

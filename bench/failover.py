@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import re
 import signal
@@ -23,6 +22,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from bench.command_line import bench_parser, print_report
 from bench.faults.fault_load import (
     Answer,
     FaultRequest,
@@ -58,12 +58,11 @@ class Round:
 
 def parse_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.failover", description=__doc__)
+    parser = bench_parser("failover", __doc__)
     parser.add_argument("--engine", choices=("torch", "fake"), default="torch")
     parser.add_argument("--streams", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5, help="for each signal")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser.parse_args()
 
 
@@ -175,7 +174,7 @@ def main() -> int:
     """Measure and print; 1 when an answer was wrong or a request failed."""
     options = parse_options()
     report = asyncio.run(measure(options))
-    print(json.dumps(report, indent=None if options.json else 2))
+    print_report(report, as_json=options.json)
     bad = report["still_held"] or any(report[name]["wrong_or_failed"] for name in ("SIGKILL", "SIGSTOP"))  # type: ignore[index]
     return 1 if bad else 0
 

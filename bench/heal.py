@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import os
 import random
 import sys
@@ -27,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.command_line import bench_parser, print_report
 from bench.faults.fault_load import FaultRequest, FaultRun, answer_of, mixed_requests, run_streams, wrong
 from bench.faults.link_backlog import LinkBacklog
 from bench.progress import say
@@ -208,15 +208,12 @@ def _p(times: list[float], percent: int) -> float:
 
 def parse_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.heal", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("heal", __doc__)
     parser.add_argument("--links", default="", help="comma-separated; all by default")
     parser.add_argument("--faults", default="", help=f"comma-separated, of {', '.join(FAULTS)}")
     parser.add_argument("--rounds", type=int, default=1, help="of every pair")
     parser.add_argument("--transport", choices=("socket", "mooncake"), default="socket")
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser.parse_args()
 
 
@@ -240,7 +237,7 @@ def main() -> int:
     """Measure and print; 1 when an answer was wrong, a request failed, or a link did not heal."""
     options = parse_options()
     report = asyncio.run(measure(options))
-    print(json.dumps(report, indent=None if options.json else 2))
+    print_report(report, as_json=options.json)
     return 1 if report["problems"] else 0
 
 

@@ -37,6 +37,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from bench.command_line import bench_parser
 from bench.gpu.counting.model_shapes import KIMI_K25_CONFIG
 from bench.medians import medians_of, print_medians
 from libs.engine.kernels.device import open_device
@@ -269,13 +270,12 @@ def _sides(
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = bench_parser("load", __doc__)
     parser.add_argument("--gb", type=float, default=4.0)
     parser.add_argument("--formats", default=",".join(FORMATS), help="some of " + ", ".join(FORMATS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dir", type=Path, help="where the checkpoints are written; a temporary folder")
     parser.add_argument("--device", default="cpu", help="where the weights go: cpu or cuda:N")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)  # what a measured process does
     parser.add_argument("--packed-dir", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)

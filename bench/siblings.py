@@ -9,8 +9,6 @@ until all prompts have their first token, the rows computed, and the ratio of th
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -18,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.command_line import bench_parser, print_report
 from libs.engine.core.build import EngineOptions, build_engine
 from libs.engine.core.engine import PagedEngine
 from libs.engine.step.types import SamplingParams, SequenceSpec
@@ -46,13 +45,12 @@ def run_round(engine: PagedEngine, prompts: list[np.ndarray]) -> tuple[float, in
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.siblings", description=__doc__)
+    parser = bench_parser("siblings", __doc__)
     parser.add_argument("--siblings", type=int, default=8)
     parser.add_argument("--prefix", type=int, default=2048, help="tokens in common")
     parser.add_argument("--own", type=int, default=64, help="tokens after the prefix")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args()
     n_pages = 2 * options.siblings * (options.prefix + options.own + 128) // 64
     model = build_engine(options.model, EngineOptions(n_pages=n_pages, threads=1)).model
@@ -74,7 +72,7 @@ def main() -> int:
         "rows": rows,
         "ratio": round(medians["separate"] / medians["shared"], 2),
     }
-    print(json.dumps(report, indent=None if options.json else 2))
+    print_report(report, as_json=options.json)
     return 0
 
 

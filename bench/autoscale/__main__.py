@@ -9,7 +9,6 @@ Dynamo's published planner rules. Without a trace the load is generated agent se
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -23,6 +22,7 @@ from rich.table import Table
 from bench.autoscale.day import DAY_MS, day_of
 from bench.autoscale.fleet import START_MS, TIERS, ScalingRule, SimulatedFleet
 from bench.autoscale.rules import DynamoPlanner, FixedFleet, OurAutoscaling
+from bench.command_line import bench_parser
 from bench.placement.compare import TPOT_LIMIT_MS, TTFT_LIMIT_MS
 from bench.placement.model import Hardware, percentile
 from bench.placement.trace import AgentShape, TraceRequest, agent_sessions, read_trace
@@ -87,11 +87,10 @@ def compare(name: str, trace: Sequence[TraceRequest], n_requests: int) -> dict[s
 
 def main(arguments: list[str] | None = None) -> int:
     """Run and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.autoscale", description=__doc__.splitlines()[0])
+    parser = bench_parser("autoscale", __doc__)
     parser.add_argument("--trace", type=Path, help="a trace in Mooncake's format")
     parser.add_argument("--requests", type=int, default=REQUESTS, help="of the day")
     parser.add_argument("--seed", type=int, default=0, help="of the generated load")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     if options.trace is not None:
         name, trace = options.trace.name, read_trace(options.trace)

@@ -9,7 +9,6 @@ is the gap in capacities of blocks.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from bench.cache.changing import CHANGING
 from bench.cache.policy import Production
 from bench.cache.traces import LOADS
 from bench.cache.workloads import WORKLOADS
+from bench.command_line import bench_parser
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.policy.adaptive import HIT_DENSITY
 
@@ -61,12 +61,11 @@ def row(load: str, seed: int, n_requests: int, capacity: int) -> dict[str, float
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print a row for each load and capacity."""
-    parser = argparse.ArgumentParser(prog="python -m bench.cache.compare", description=__doc__)
+    parser = bench_parser("cache.compare", __doc__)
     parser.add_argument("--load", action="append", choices=ALL_LOADS, help="repeat for several")
     parser.add_argument("--capacity", type=int, action="append", help="in blocks; repeat for several")
     parser.add_argument("--requests", type=int, default=6_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of the table")
     asked = parser.parse_args(argv)
     columns = (*COLUMNS, "gap", "under_lru", "lost")
     if not asked.json:

@@ -9,7 +9,6 @@ policy where it has more blocks than that holds. No wall clock enters; `us_a_blo
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from bench.cache.baselines import Lru
 from bench.cache.policy import CAPACITIES, hit_ratio, read_trace
+from bench.command_line import bench_parser
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.disk.policy import NO_KIND, Origin
 from services.kvstore.disk.table.table import DiskTable
@@ -49,10 +49,9 @@ class DiskCache:
 
 def main() -> None:
     """Print a row for each capacity."""
-    parser = argparse.ArgumentParser(prog="python -m bench.cache.disk", description=__doc__)
+    parser = bench_parser("cache.disk", __doc__)
     parser.add_argument("--trace", type=Path, required=True, help="JSON lines")
     parser.add_argument("--capacity", type=int, action="append", help="in blocks; repeat for several")
-    parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     requests = read_trace(asked.trace)
     rows = []

@@ -7,7 +7,6 @@ blocks are offered. The token hit ratio is prompt tokens in held leading blocks 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.cache.baselines import Arc, Cache, Clairvoyant, Lru, S3Fifo, Unlimited
+from bench.command_line import bench_parser
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.dram.slots import SlotTable
 
@@ -92,10 +92,9 @@ def caches(capacity: int, requests: Sequence[Request]) -> dict[str, Callable[[],
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table, or JSON."""
-    parser = argparse.ArgumentParser(prog="python -m bench.cache.policy", description=__doc__)
+    parser = bench_parser("cache.policy", __doc__)
     parser.add_argument("--trace", type=Path, required=True, help="JSON lines")
     parser.add_argument("--capacity", type=int, action="append", help="in blocks; repeat for several")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parsed = parser.parse_args(argv)
     try:
         requests = read_trace(parsed.trace)

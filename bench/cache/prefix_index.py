@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.another_tree import ROOT, another_tree
+from bench.command_line import bench_parser
 from services.router.prefix_index.index import PrefixIndex
 from slipstream.block_hashes import HASH_BYTES, pack_hashes
 from slipstream.v1 import common_pb2, kv_events_pb2
@@ -50,8 +51,7 @@ _TENANT = "t"
 class Feed:
     """Events of one holder, numbered as its log would."""
 
-    def __init__(self, index: Any, name: str) -> None:
-        self._index = index
+    def __init__(self, index: PrefixIndex, name: str) -> None:
         self._view = index.view(name)
         self._sequence = 0
         self._view.apply(
@@ -66,8 +66,6 @@ class Feed:
         self._view.apply(
             kv_events_pb2.WatchBlocksResponse(incarnation="i", sequence=self._sequence, stored=changed)
         )
-        if hasattr(self._index, "trim"):  # as older routers did after each event
-            self._index.trim()
 
 
 class Session:
@@ -87,24 +85,9 @@ class Session:
         self.decode = DECODE[number % len(DECODE)]
 
 
-class Old:
-    """The look-ups of an index that has no `find`."""
-
-    def __init__(self, index: Any, hashes: Sequence[bytes], now_s: float) -> None:
-        self._index, self._hashes, self._now_s = index, hashes, now_s
-
-    def blocks(self, holder: str, *, tier: int | None = None) -> int:
-        found: int = self._index.prefix_blocks(holder, self._hashes, now_s=self._now_s, tier=tier)
-        return found
-
-
-def ask(index: Any, hashes: Sequence[bytes], now_s: float) -> dict[str, int]:
+def ask(index: PrefixIndex, hashes: Sequence[bytes], now_s: float) -> dict[str, int]:
     """What placement asks for."""
-    found = (
-        index.find(hashes, tenant=_TENANT, now_s=now_s)
-        if hasattr(index, "find")
-        else Old(index, hashes, now_s)
-    )
+    found = index.find(hashes, tenant=_TENANT, now_s=now_s)
     held = {name: found.blocks(name) for name in (*PREFILL, *STORES, *DECODE)}
     for name in PREFILL:
         found.blocks(name, tier=WORKER)
@@ -166,7 +149,7 @@ def run(*, sessions: int, tokens: int, turns: int) -> dict[str, Any]:
         "blocks": blocks,
         "grown_mib": round(grown / 2**20, 1),
         "bytes_block": round(grown / blocks, 1),
-        "counted_bytes_block": round(index.n_bytes / index.blocks, 1) if hasattr(index, "n_bytes") else None,
+        "counted_bytes_block": round(index.n_bytes / index.blocks, 1),
     }
 
 
@@ -197,12 +180,11 @@ def _in_child(tree: Path, sessions: int, tokens: int, turns: int) -> dict[str, A
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = bench_parser("cache.prefix_index", __doc__)
     parser.add_argument("--sessions", default="10,50,200,1000")
     parser.add_argument("--tokens", default="32000,256000", help="of a session's first prompt")
     parser.add_argument("--turns", type=int, default=10, help="of a session, at least 2")
     parser.add_argument("--against", default="", help="a commit")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--row", default="", help=argparse.SUPPRESS)
     return parser
 

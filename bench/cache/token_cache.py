@@ -33,6 +33,7 @@ from statistics import median
 from typing import IO, Any
 
 from bench.another_tree import ROOT, another_tree
+from bench.command_line import bench_parser
 
 BLOCK_TOKENS = 64
 _FIRST_WORDS = 60
@@ -183,14 +184,13 @@ def rows(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = bench_parser("cache.token_cache", __doc__)
     parser.add_argument("--messages", default="0,10,300,3000")
     parser.add_argument("--kinds", default="chat,agent")
     parser.add_argument("--words", type=int, default=20, help="of a message")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--turns", type=int, default=10, help="in a row, of a round")
     parser.add_argument("--against", default="", help="a commit")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     return parser
 

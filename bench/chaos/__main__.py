@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import sys
@@ -44,6 +43,7 @@ from bench.chaos.leftovers import (
 from bench.chaos.prompts import ChaosPrompt, prompts
 from bench.chaos.report import judge, report
 from bench.chaos.schedule import schedule
+from bench.command_line import bench_parser, print_report
 from bench.faults.faulty_disk import FaultyDisk
 from bench.ledgers import wait_until_idle
 from bench.progress import say
@@ -65,11 +65,7 @@ _COMPUTE = ("--compute-dtype", "float32")
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.chaos",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("chaos", __doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="of faults")
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--pause-s", type=float, default=0.0, help="of each client after an answer")
@@ -78,7 +74,6 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--soak", action="store_true", help="then steady load, and the growth of each process"
     )
     parser.add_argument("--soak-minutes", type=float, default=60.0)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser.parse_args(argv)
 
 
@@ -198,7 +193,7 @@ def main() -> int:
     """Measure and print."""
     options = parse_options()
     found = asyncio.run(measure(options))
-    print(json.dumps(found, indent=None if options.json else 2))
+    print_report(found, as_json=options.json)
     return 0 if found["holds"] else 1
 
 

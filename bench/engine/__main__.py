@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 import torch
 
+from bench.command_line import bench_parser
 from bench.engine.measure import EngineSubject, Shape, Subject, measure
 from bench.engine.peer_process import PeerFailed, PeerProcess
 from libs.engine.core.build import EngineOptions, build_engine
@@ -111,9 +112,7 @@ def report(rates: dict[str, dict[str, float]]) -> str:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     defaults = Shape()
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.engine", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = bench_parser("engine", __doc__)
     parser.add_argument("--model", type=Path, help="checkpoint directory; default: the one of --make")
     parser.add_argument("--make", type=Path, metavar="DIR", help="write the random benchmark checkpoint here")
     parser.add_argument("--int4", action="store_true", help="with --make: INT4 experts, as Kimi-K2.5")
@@ -134,7 +133,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=defaults.repeats, help=f"runs, the median counts {shown}")
     add("--step-tokens", type=int, default=0, help="rows of a step (default: a whole prompt)")
     add("--clock", choices=["wall", "cpu"], default="wall", help="cpu: processor time, for one thread")
-    add("--json", action="store_true", help="print one JSON object and nothing else")
     arguments = parser.parse_args(argv)
     if arguments.model is None and arguments.make is None:
         parser.error("give --model, --make, or both")

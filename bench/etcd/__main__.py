@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import os
 import re
 import statistics
@@ -30,6 +29,7 @@ from pathlib import Path
 
 import aiohttp
 
+from bench.command_line import bench_parser, print_report
 from bench.progress import say
 from bench.router.http_client import HttpTarget
 from libs.common.cluster.placement_record import SESSIONS_PREFIX
@@ -243,16 +243,11 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, object
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.etcd",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("etcd", __doc__)
     parser.add_argument("--minutes", type=float, default=22.0)
     parser.add_argument("--rate", type=float, default=31.0, help="new sessions a second")
     parser.add_argument("--busy-sessions", type=int, default=2)
     parser.add_argument("--session-ttl-s", type=int, default=3600, help="of the router")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser.parse_args(argv)
 
 
@@ -261,7 +256,7 @@ def main() -> int:
     options = parse_options()
     with tempfile.TemporaryDirectory(prefix="etcd-growth-") as folder:
         found = asyncio.run(measure(options, Path(folder)))
-    print(json.dumps(found, indent=None if options.json else 2))
+    print_report(found, as_json=options.json)
     return 1 if found["errors"] else 0
 
 

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import random
 import sys
@@ -23,6 +22,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
 
+from bench.command_line import bench_parser, print_report
 from bench.heal import FAULTS
 from bench.progress import say
 from bench.request_log import percentiles
@@ -144,17 +144,12 @@ async def measure(options: argparse.Namespace) -> dict[str, object]:
 
 def main() -> int:
     """Measure and print; 1 when the aim was missed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.faults.heal_etcd",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("faults.heal_etcd", __doc__)
     parser.add_argument("--rounds", type=int, default=1, help="of every pair")
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args()
     report = asyncio.run(measure(options))
-    print(json.dumps(report, indent=None if options.json else 2))
+    print_report(report, as_json=options.json)
     everything = report["all"]
     assert isinstance(everything, dict)
     return 1 if everything["max"] > HEAL_S else 0

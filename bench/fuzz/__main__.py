@@ -26,6 +26,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.command_line import bench_parser, print_report
 from bench.fuzz.targets import Target, targets
 from bench.ledgers import wait_until_idle
 from bench.progress import say
@@ -136,16 +137,11 @@ async def run(options: argparse.Namespace) -> dict[str, object]:
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.fuzz",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("fuzz", __doc__)
     parser.add_argument("--inputs", type=int, default=100_000, help="to each process")
     parser.add_argument("--minutes", type=float, default=math.inf, help="at most, of inputs to all processes")
     parser.add_argument("--only", default="", help="processes whose name has this text")
     parser.add_argument("--seed", type=int, default=15)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser.parse_args(argv)
 
 
@@ -153,7 +149,7 @@ def main() -> int:
     """Measure and print."""
     options = parse_options()
     found = asyncio.run(run(options))
-    print(json.dumps(found, indent=None if options.json else 2))
+    print_report(found, as_json=options.json)
     return 0 if found["holds"] else 1
 
 

@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.command_line import bench_parser
 from bench.headline.agents import AgentLoad, run_agents
 from bench.headline.report import as_table, compare, knee
 from bench.headline.variants import COMPARISONS, Variant, cluster_of, options_of, set_cores
@@ -95,11 +96,7 @@ async def run(arguments: argparse.Namespace, model: Path) -> dict[str, Any]:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.headline",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("headline", __doc__)
     add = parser.add_argument
     add(
         "--compare",
@@ -123,7 +120,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--itl-limit-ms", type=float, default=50.0, help="goodput: mean time per token at most this")
     add("--model", type=Path, help="a checkpoint instead of the random one")
     add("--seed", type=int, default=0, help="of arrivals and prompts")
-    add("--json", action="store_true", help="print one JSON object at the end and nothing else to stdout")
     arguments = parser.parse_args(argv)
     if arguments.affinity:
         arguments.compare = "affinity"

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 
+from bench.command_line import bench_parser, print_report
 from bench.jobs.claims import measure_claims
 from bench.jobs.kills import measure_kills
 from bench.jobs.live import measure_live
@@ -26,7 +26,7 @@ from bench.jobs.live import measure_live
 
 def parse_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.jobs", description=__doc__)
+    parser = bench_parser("jobs", __doc__)
     parser.add_argument("--only", choices=("claims", "live", "kills"))
     parser.add_argument("--jobs", type=int, default=4000, help="to claim, or to kill through")
     parser.add_argument("--owners", type=int, default=4)
@@ -39,7 +39,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--kill-every-s", type=float, default=6.0)
     parser.add_argument("--minutes", type=float, default=15.0, help="that kills may take")
     parser.add_argument("--seed", type=int, default=1, help="of kills and their jobs")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser.parse_args()
 
 
@@ -59,7 +58,7 @@ def main() -> int:
     """Measure and print."""
     options = parse_options()
     report = asyncio.run(run(options))
-    print(json.dumps(report, indent=None if options.json else 2))
+    print_report(report, as_json=options.json)
     return 0
 
 

@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench.command_line import bench_parser
 from bench.keyless.client import KeylessClient, KeylessGrpcClient, KeylessHttpClient
 from slipstream import bounds
 from slipstream.credentials.api_key_file import add_key
@@ -149,11 +150,7 @@ async def run(arguments: argparse.Namespace) -> list[KeylessResult]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.keyless",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("keyless", __doc__)
     parser.add_argument("--connections", type=int, default=1000, help="at once (default: %(default)s)")
     parser.add_argument(
         "--message-bytes",
@@ -163,7 +160,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--api", choices=list(APIS), action="append", help="only this one")
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="checkpoint directory")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     arguments = parser.parse_args(argv)
     results = asyncio.run(run(arguments))
     rows = [asdict(result) | {"holds": result.holds} for result in results]

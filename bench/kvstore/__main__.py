@@ -11,13 +11,13 @@ Store (`bench/kvstore/pool.py`). Ratios are medians of the ratios within a turn.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench.command_line import bench_parser
 from bench.kvstore import disk as kvstore_disk
 from bench.kvstore import index as kvstore_index
 from bench.kvstore import pool as kvstore_pool
@@ -70,12 +70,11 @@ def show(found: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.kvstore", description=__doc__.splitlines()[0])
+    parser = bench_parser("kvstore", __doc__)
     parser.add_argument("--dir", type=Path, help="where to write, on the disk to measure; default: temporary")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--remote", action="store_true", help="remote reads too")
     parser.add_argument("--pool", action="store_true", help="remote reads against Mooncake Store too")
-    parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=asked.dir) as directory:
         found = measure(Path(directory), turns=asked.turns, remote=asked.remote, pool=asked.pool)

@@ -12,7 +12,6 @@ first tokens take with each fault against those without a kvstore, asked in betw
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import errno
 import json
@@ -28,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.command_line import bench_parser
 from bench.faults.faulty_disk import FaultyDisk
 from bench.ledgers import held, statuses
 from bench.progress import say
@@ -250,15 +250,12 @@ async def measure(shape: FaultWorkload) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.kvstore.faults", description=__doc__.splitlines()[0]
-    )
+    parser = bench_parser("kvstore.faults", __doc__)
     parser.add_argument("--prompt-tokens", type=int, default=1500)
     parser.add_argument("--rounds", type=int, default=12, help="requests to each side, a fault")
     parser.add_argument(
         "--only", default="", help="faults by their names, with commas between; all by default"
     )
-    parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     only = tuple(asked.only.split(",")) if asked.only else ()
     rows = asyncio.run(measure(FaultWorkload(asked.prompt_tokens, asked.rounds, only)))

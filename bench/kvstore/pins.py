@@ -13,7 +13,6 @@ in ms from the moment at which a pin came; ratios are medians of the ratios with
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -23,6 +22,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.command_line import bench_parser
 from libs.common.checksum import checksum
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.disk.set import DiskSet
@@ -146,10 +146,9 @@ async def measure(directory: Path, rounds: int) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.kvstore.pins", description=__doc__.splitlines()[0])
+    parser = bench_parser("kvstore.pins", __doc__)
     parser.add_argument("--dir", type=Path, help="where to write, on the disk to measure; default: temporary")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=asked.dir) as directory:
         found = asyncio.run(measure(Path(directory), asked.rounds))

@@ -21,7 +21,6 @@ a turn. Memory first, then the disks, each with processes of its own.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -35,6 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.command_line import bench_parser
 from bench.kvstore.pool_node import CLIENT_TTL_S, PoolShape, open_master, open_node
 from bench.kvstore.pool_node import open_store as open_pool
 from bench.kvstore.worker import BenchWorker, open_store
@@ -301,7 +301,7 @@ def show(found: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.kvstore.pool", description=__doc__.splitlines()[0])
+    parser = bench_parser("kvstore.pool", __doc__)
     parser.add_argument("--dir", type=Path, help="where to write, on the disk to measure; default: temporary")
     parser.add_argument("--block-bytes", type=int, default=MIB)
     parser.add_argument("--batch-blocks", type=int, default=16)
@@ -309,7 +309,6 @@ def main() -> None:
     parser.add_argument(
         "--transport", choices=("mooncake", "socket"), default="mooncake", help="of the restores from disk"
     )
-    parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     found = asyncio.run(
         measure(

@@ -19,7 +19,6 @@ median of the ratios within a turn, for the machine may be shared.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -33,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.command_line import bench_parser
 from bench.kvstore.peer import PeerMemory, spawn_peer
 from bench.kvstore.worker import BenchWorker, open_store
 from libs.common.transport.mooncake import engine_environment
@@ -211,14 +211,11 @@ def summary(
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.kvstore.remote", description=__doc__.splitlines()[0]
-    )
+    parser = bench_parser("kvstore.remote", __doc__)
     parser.add_argument("--block-bytes", type=int, default=MIB)
     parser.add_argument("--batch-blocks", type=int, default=16)
     parser.add_argument("--batches", type=int, default=12)
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     shape = ReadShape(asked.block_bytes, asked.batch_blocks, asked.batches, asked.turns)
     found = asyncio.run(measure(shape))

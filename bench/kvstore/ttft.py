@@ -14,7 +14,6 @@ somewhere else than its row says fails.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -29,6 +28,7 @@ from typing import Any
 
 import grpc
 
+from bench.command_line import bench_parser
 from bench.ledgers import held, statuses
 from bench.progress import say
 from bench.serve.workloads import WORDS
@@ -180,14 +180,13 @@ async def measure(prompt_tokens: Sequence[int], *, rounds: int, seed: int = 0) -
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.kvstore.ttft", description=__doc__.splitlines()[0])
+    parser = bench_parser("kvstore.ttft", __doc__)
     parser.add_argument(
         "--prompt-tokens",
         type=lambda text: [int(part) for part in text.split(",")],
         default=[2000, 4000, 8000],
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     rows = asyncio.run(measure(asked.prompt_tokens, rounds=asked.rounds))
     if asked.json:

@@ -31,6 +31,7 @@ from typing import Any
 import aiohttp
 import grpc
 
+from bench.command_line import bench_parser, print_report
 from bench.ledgers import wait_until_idle
 from bench.overload.load import Outcomes, OverloadClient, RequestShape, check_grpc_refusal, refusal_quantiles
 from bench.progress import say
@@ -257,16 +258,13 @@ async def run(options: argparse.Namespace) -> Report:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="bench.overload", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bench_parser("overload", __doc__)
     add = parser.add_argument
     add("--seconds", type=float, default=8.0, help="arrivals of each window")
     add("--rounds", type=int, default=2, help="windows of each load")
     add("--deadline-s", type=float, default=3.0, help="of each request")
     add("--output-tokens", type=int, default=24, help="of each request")
     add("--decode-pace-ms", type=float, default=4.0, help="of each token on a decode worker")
-    add("--json", action="store_true", help="print one JSON object and nothing else")
     add("--probe", default="", help=argparse.SUPPRESS)
     add("--probe-kind", default="short", help=argparse.SUPPRESS)
     add("--probe-every-s", type=float, default=_PROBE_EVERY_S, help=argparse.SUPPRESS)
@@ -283,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(asyncio.run(seen)))
         return 0
     report = asyncio.run(run(options))
-    print(json.dumps(report, indent=None if options.json else 2))
+    print_report(report, as_json=options.json)
     return 1 if report["problems"] else 0
 
 

@@ -12,7 +12,6 @@ from an idle fleet to a full one (bench/placement/sweep.py), and who gains what 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.command_line import bench_parser
 from bench.placement.compare import RULES, TPOT_LIMIT_MS, TTFT_LIMIT_MS, compare, several_routers
 from bench.placement.model import Hardware
 from bench.placement.sweep import lending, sweep
@@ -167,7 +167,7 @@ def _compare_all(loads: Sequence[tuple[str, list[TraceRequest]]], options: Any) 
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, compare, print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.placement", description=__doc__.splitlines()[0])
+    parser = bench_parser("placement", __doc__)
     parser.add_argument("--trace", type=Path, help="Mooncake trace; without it only agent sessions are run")
     parser.add_argument("--workers", type=int, default=8, help="prefill workers, and as many decode workers")
     parser.add_argument("--cache-blocks", type=int, default=Hardware().cache_blocks, help="512 tokens each")
@@ -178,7 +178,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--held-out", action="store_true", help="other loads instead; ignores the above")
     parser.add_argument("--sweep", action="store_true", help="over the load instead")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     if options.held_out:
         # Round robin was nowhere near the best.

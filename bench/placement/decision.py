@@ -10,7 +10,6 @@ go on eight workers of each role, or with `--changed all` on all of them. Times 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -21,6 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from bench.command_line import bench_parser
 from bench.placement.idle_fleet import BLOCK_TOKENS, FINGERPRINT, NOW_S, IdleConnection, open_fleet
 from libs.common.cluster.placement_record import Placement
 from libs.common.cluster.worker_record import Role
@@ -179,11 +179,10 @@ async def run(n_workers: int, *, decisions: int, all_changed: bool) -> dict[str,
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a row for each size of fleet."""
-    parser = argparse.ArgumentParser(prog="python -m bench.placement.decision", description=__doc__)
+    parser = bench_parser("placement.decision", __doc__)
     parser.add_argument("--workers", default="1,4,16,64", help="prefill workers, as many as decode workers")
     parser.add_argument("--decisions", type=int, default=400)
     parser.add_argument("--changed", choices=("some", "all"), default="some")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     rows = [
         asyncio.run(run(int(n), decisions=options.decisions, all_changed=options.changed == "all"))

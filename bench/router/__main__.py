@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shlex
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from bench.command_line import bench_parser, print_report
 from bench.router.parts import Report, Rig, latency, sessions, throughput, tokens
 from bench.router.rig import under_test
 from bench.router.smg import SmgUnusable, smg_beside
@@ -70,11 +70,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
 
-    parser = argparse.ArgumentParser(
-        prog="bench.router",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("router", __doc__)
     add = parser.add_argument
     add("--only", type=lambda text: text.split(","), default=list(PARTS), help=f"of {', '.join(PARTS)}")
     add("--api", type=lambda text: text.split(","), default=["grpc", "http"], help="of grpc, http")
@@ -88,7 +84,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--smg", type=Path, help="environment with SMG, or its Python: measure SMG too")
     add("--smg-arguments", default="", help='more for SMG, as --smg-arguments="--policy round_robin"')
     add("--rounds", type=int, help="of latency and throughput; medians are printed (3 with --smg, else 1)")
-    add("--json", action="store_true", help="print one JSON object and nothing else")
     arguments = parser.parse_args(argv)
     if arguments.rounds is None:
         arguments.rounds = 1 if arguments.smg is None else 3
@@ -103,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             report = asyncio.run(run(arguments, Path(folder)))
         except SmgUnusable as error:
             sys.exit(f"bench.router: {error}")
-    print(json.dumps(report, indent=None if arguments.json else 2))
+    print_report(report, as_json=arguments.json)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from typing import Any
 import aiohttp
 
 from bench.another_tree import another_tree
+from bench.command_line import bench_parser, print_report
 from bench.request_log import percentiles
 from bench.router.rig import FakePace, fake_cluster
 from slipstream.credentials.api_key_file import add_key
@@ -43,18 +44,13 @@ _FILES = ("bench/fakes/worker.py", "bench/router/rig.py")  # that another tree n
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.router.fair",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("router.fair", __doc__)
     parser.add_argument("--streams", type=int, default=120, help="of the heavy tenant")
     parser.add_argument("--requests", type=int, default=40, help="of the light tenant, alone and beside")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
     parser.add_argument("--fill-s", type=float, default=5.0, help="with all streams, before the measurement")
     parser.add_argument("--before", metavar="COMMIT", help="measure another commit too")
     parser.add_argument("--rounds", type=int, default=1, help="with --before: of both, in turn")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--heavy", nargs=2, metavar=("ENDPOINT", "KEY"), help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -186,7 +182,7 @@ def main() -> None:
         asyncio.run(_heavy(endpoint, key, options.streams))
         return
     found = compare(options) if options.before else asyncio.run(measure_parts(options))
-    print(json.dumps(found, indent=None if options.json else 2))
+    print_report(found, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from typing import Any
 
 import aiohttp
 
+from bench.command_line import bench_parser
 from bench.ledgers import statuses, wait_until_idle
 from bench.progress import say
 from services.router.request.model_card import load_model_card
@@ -52,16 +53,11 @@ _PREFILLED = "slipstream_prefill_tokens_total"
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.router.unread",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("router.unread", __doc__)
     parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}")
     parser.add_argument("--streams", type=int, default=120)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each way")
     parser.add_argument("--fill-s", type=float, default=20.0, help="until the buffers are full")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser.parse_args(argv)
 
 

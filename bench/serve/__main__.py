@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.command_line import bench_parser
 from bench.headline import __main__ as headline
 from bench.progress import say
 from bench.request_log import summarise
@@ -99,14 +100,9 @@ async def run(
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.serve",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("serve", __doc__)
     _add_cluster(parser)
     _add_load(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     arguments = parser.parse_args(argv)
     if not arguments.up and (arguments.model or arguments.make):
         parser.error("--model and --make need --up: a running cluster has its model")

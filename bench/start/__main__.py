@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.command_line import bench_parser
 from bench.medians import medians_of, print_medians
 from bench.process_memory import pss_bytes
 from libs.common.cluster.worker_record import Role
@@ -74,10 +75,9 @@ async def measure(config: ClusterConfig) -> dict[str, float]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = bench_parser("start", __doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engine", choices=("torch", "fake"), default="torch")
-    parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
 

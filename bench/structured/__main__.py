@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.command_line import bench_parser
 from bench.structured.engine_speed import measure_engine
 from bench.structured.large_vocabulary import BASE_TOKENS, large_tokenizer
 from bench.structured.mask_cost import measure_masks
@@ -27,7 +28,7 @@ from models.settings import BASE_DIR
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.structured", description=__doc__.splitlines()[0])
+    parser = bench_parser("structured", __doc__)
     parser.add_argument("--vocabulary", type=int, default=BASE_TOKENS, help="tokens (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=200, help="of a random answer (default: %(default)s)")
     parser.add_argument("--dialogues", type=int, default=20, help="held-out ones (default: %(default)s)")
@@ -38,7 +39,6 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--check-limit-s", type=float, default=30.0, help="of a schema (default: %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args(argv)
 
 

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
+from bench.command_line import bench_parser
 from bench.router.rig import RouterUnderTest, under_test
 from bench.worst_requests import bodies, messages, stored
 from bench.worst_requests.healthy_stream import HealthyStream, longest_gap_ms
@@ -56,11 +57,10 @@ class Attack(NamedTuple):
 
 def parse_options() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.worst_requests", description=__doc__)
+    parser = bench_parser("worst_requests", __doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--at-once", type=int, default=1, help="equal requests at the same time")
     parser.add_argument("--only", default="", help="kinds whose name has this text")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     options.processes = 1
     return options

@@ -12,7 +12,6 @@ Pure Python keeps the lock for 5 ms. Aim: 50 ms.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -24,6 +23,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
+from bench.command_line import bench_parser
 from bench.worst_requests import bodies, messages
 from bench.worst_requests.parsers import PARSERS
 from libs.common.runtime.heap import freeze_heap
@@ -174,14 +174,9 @@ def measure(name: str, parse: _Parse, card: ModelCard, rounds: int) -> dict[str,
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.worst_requests.holds",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = bench_parser("worst_requests.holds", __doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="kinds whose name has this text")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(argv)
     card = replace(load_model_card(DEFAULT_MODEL), model_context_tokens=CONTEXT_TOKENS)
     freeze_heap()
