@@ -23,6 +23,28 @@ log = logging.getLogger(__name__)
 ItemT = TypeVar("ItemT")
 Ended = Exception | None
 OnEnd = Callable[[int, Ended], None]
+CallT_contra = TypeVar("CallT_contra", contravariant=True)
+
+
+class DiskCalls(Protocol[CallT_contra]):
+    """The reads or the writes of one disk. Event loop only."""
+
+    def __len__(self) -> int:
+        """Calls that wait or run."""
+        ...
+
+    @property
+    def running_since_s(self) -> float | None:
+        """When the oldest running call began; None when none runs."""
+
+    def add(self, items: Sequence[CallT_contra], on_end: OnEnd) -> None:
+        """Queue calls. `on_end` receives each result with its position."""
+
+    def cancel_waiting(self, error: Exception) -> None:
+        """End all calls that have not started."""
+
+    def close(self, *, wait: bool) -> None:
+        """Take no more calls; with `wait`, return when the threads have ended."""
 
 
 class DiskWork(Protocol[ItemT]):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-from services.kvstore.disk.queues.queue import DiskQueue, Ended, OnEnd
+from services.kvstore.disk.queues.queue import DiskCalls, DiskQueue, Ended
 from services.kvstore.disk.segments.files import BlockRead, SegmentFiles, follows
 from services.kvstore.disk.table.block import DiskBlock
 from slipstream.errors import SlipstreamError
@@ -17,26 +16,8 @@ READ_THREADS = 8  # half of them wait for the interpreter or verify while the ot
 # Length and payload checksum of a verified block, or the error.
 ReadResult = tuple[int, bytes] | SlipstreamError
 OnRead = Callable[[int, ReadResult], None]
-
-
-class BlockReader(Protocol):
-    """Reads and verifies blocks. Event loop only."""
-
-    def __len__(self) -> int:
-        """Reads that wait or run."""
-
-    @property
-    def running_since_s(self) -> float | None:
-        """When the oldest running read began; None when none runs."""
-
-    def add(self, items: Sequence[BlockRead], on_end: OnEnd) -> None:
-        """Queue reads. `on_end` receives each result with its position: None, OSError, DataCorrupt."""
-
-    def cancel_waiting(self, error: Exception) -> None:
-        """End all reads that have not started."""
-
-    def close(self, *, wait: bool) -> None:
-        """Take no more reads; with `wait`, return when the threads have ended."""
+# Reads and verifies blocks; the results are None, OSError or DataCorrupt.
+BlockReader = DiskCalls[BlockRead]
 
 
 def threaded_reader(files: SegmentFiles, clock_s: Callable[[], float]) -> BlockReader:

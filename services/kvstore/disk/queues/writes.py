@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
-from services.kvstore.disk.queues.queue import DiskQueue, Ended, OnEnd
+from services.kvstore.disk.queues.queue import DiskCalls, DiskQueue, Ended
 from services.kvstore.disk.segments.files import BlockWrite, SegmentFiles
 
 WRITE_THREADS = 4
@@ -15,28 +14,8 @@ GROUPS_AT_ONCE = 2
 MAX_GROUP_BYTES = 16 << 20
 MAX_GROUP_BLOCKS = 32  # a third of a disk's bound: one group is written, one synced, one waits
 
-
-class DiskWriter(Protocol):
-    """Makes blocks durable. Event loop only."""
-
-    def __len__(self) -> int:
-        """Number of writes that wait or run."""
-
-    @property
-    def running_since_s(self) -> float | None:
-        """Start of the oldest running call; None when none runs."""
-
-    def add(self, items: Sequence[BlockWrite], on_end: OnEnd) -> None:
-        """Queue writes; those that wait together form a group.
-
-        `on_end` receives each result with its position: None when durable, OSError, SyncFailed.
-        """
-
-    def cancel_waiting(self, error: Exception) -> None:
-        """End all writes that have not started."""
-
-    def close(self, *, wait: bool) -> None:
-        """Take no more writes; with `wait`, return when the threads have ended."""
+# Makes blocks durable. Writes that wait together form a group; the results are None, OSError or SyncFailed.
+DiskWriter = DiskCalls[BlockWrite]
 
 
 class ThreadedWriter:
@@ -59,6 +38,7 @@ class ThreadedWriter:
     def close(self, *, wait: bool) -> None:
         self._queue.close(wait=wait)
         self._payload_threads.shutdown(wait=wait)
+
 
 class WriteWork:
     """Writes groups through the files' `DiskIo`, in the order of their arrival."""
