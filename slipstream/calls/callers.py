@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, Generic
 
 import grpc
 
 from slipstream.calls import losses as limits
 from slipstream.calls.call_status import CallStatus
 from slipstream.calls.losses import CALL_S, Losses
-from slipstream.endpoints import Endpoints
+from slipstream.endpoints import ChannelT, Endpoints
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -20,13 +20,11 @@ def _always() -> bool:
     return True
 
 
-class BlockingCaller:
-    """The blocking calls of one service. Thread-safe."""
-
+class _ServiceCaller(Generic[ChannelT]):
     def __init__(
         self,
-        stub: Callable[[grpc.Channel], Any],
-        endpoints: Endpoints[grpc.Channel],
+        stub: Callable[[ChannelT], Any],
+        endpoints: Endpoints[ChannelT],
         metadata: Metadata,
         max_retries: int,
     ) -> None:
@@ -35,6 +33,10 @@ class BlockingCaller:
         self._endpoints = endpoints
         self._metadata = metadata
         self._max_retries = max_retries
+
+
+class BlockingCaller(_ServiceCaller[grpc.Channel]):
+    """The blocking calls of one service. Thread-safe."""
 
     def call(
         self, method: str, request: Any, *, is_idempotent: bool = True, timeout_s: float = CALL_S
@@ -115,21 +117,8 @@ class BlockingCaller:
             self._endpoints.pause(pause_s)
 
 
-class AsyncCaller:
+class AsyncCaller(_ServiceCaller[grpc.aio.Channel]):
     """The same for one event loop."""
-
-    def __init__(
-        self,
-        stub: Callable[[grpc.aio.Channel], Any],
-        endpoints: Endpoints[grpc.aio.Channel],
-        metadata: Metadata,
-        max_retries: int,
-    ) -> None:
-        """See `BlockingCaller`."""
-        self._stub = stub
-        self._endpoints = endpoints
-        self._metadata = metadata
-        self._max_retries = max_retries
 
     async def call(
         self, method: str, request: Any, *, is_idempotent: bool = True, timeout_s: float = CALL_S

@@ -7,7 +7,7 @@ call and every message of its streams.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import grpc
 
@@ -20,14 +20,13 @@ class CallMetadata(Protocol):
         ...
 
 
-class TokenChannel(grpc.aio.Channel):
-    """Has the interface of `grpc.aio.Channel`, and owns the channel that it wraps."""
+class WrappedChannel(grpc.aio.Channel):
+    """Has the interface of `grpc.aio.Channel`, and owns the channel that it wraps. Subclasses make calls."""
 
-    def __init__(self, channel: grpc.aio.Channel, tokens: CallMetadata) -> None:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
-        self._tokens = tokens
 
-    async def __aenter__(self) -> TokenChannel:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -44,6 +43,14 @@ class TokenChannel(grpc.aio.Channel):
 
     async def channel_ready(self) -> None:
         await self._channel.channel_ready()
+
+
+class TokenChannel(WrappedChannel):
+    """Adds the metadata of `tokens` to each call."""
+
+    def __init__(self, channel: grpc.aio.Channel, tokens: CallMetadata) -> None:
+        super().__init__(channel)
+        self._tokens = tokens
 
     def unary_unary(self, *arguments: Any, **named: Any) -> Any:
         return self._with_token(self._channel.unary_unary(*arguments, **named), has_request=True)

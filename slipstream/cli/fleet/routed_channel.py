@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from slipstream.enum_names import role_value
 from slipstream.errors import Unavailable
 from slipstream.rpc.dial import OpenChannel
+from slipstream.rpc.token_channel import WrappedChannel
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 
 # Calls without a deadline would wait for a router that hangs.
@@ -33,32 +34,14 @@ class RoutedDial:
         return _RoutedChannel(self._dial(self._router), role, instance)
 
 
-class _RoutedChannel(grpc.aio.Channel):
-    """Has the interface of `grpc.aio.Channel`, and owns the channel to the router."""
+class _RoutedChannel(WrappedChannel):
+    """Sends calls to the process in calls of FleetService. Owns the channel to the router."""
 
     def __init__(self, channel: grpc.aio.Channel, role: str, instance: str) -> None:
-        self._channel = channel
+        super().__init__(channel)
         self._role = role_value(role)
         self._instance = instance
         self._stub: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(channel)
-
-    async def __aenter__(self) -> _RoutedChannel:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._channel.close()
-
-    async def close(self, grace: float | None = None) -> None:
-        await self._channel.close(grace)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._channel.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._channel.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._channel.channel_ready()
 
     def unary_unary(self, method: str, *codecs: Any, **named: Any) -> Any:
         begin = self.unary_stream(method, *codecs, **named)
