@@ -76,7 +76,15 @@ class RequestPipeline:
             recovery_wait_s=options.recovery_wait_s,
             token_cache=self.token_cache,
             salts=options.salts,
-            metering=make_metering(options, card.names, self.counters, self.members),
+            metering=make_metering(
+                options.keys,
+                card.names,
+                self.counters,
+                self.members,
+                instance=options.instance,
+                prices=options.prices,
+                database=options.database,
+            ),
         )
         self.manager = RequestManager(
             context, max_requests=options.max_requests, allow_pinning=options.allow_pinning

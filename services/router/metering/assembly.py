@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from libs.common.cluster.discovery import Fleet
 from libs.common.cluster.worker_record import Role
@@ -50,55 +50,39 @@ class MeteringTasks:
             await self._renewal.close()
 
 
-class MeteringOptions(Protocol):
-    """The options of a router that the meter reads."""
-
-    @property
-    def instance(self) -> str:
-        """The router's name."""
-
-    @property
-    def prices(self) -> Path | None:
-        """The price file."""
-
-    @property
-    def database(self) -> Database | None:
-        """The database that keeps usage, and shares limits."""
-
-    @property
-    def keys(self) -> LimitSource:
-        """The API keys."""
-
-
 def make_metering(
-    options: MeteringOptions,
+    keys: LimitSource,
     names: Sequence[str],
     counters: Counters,
     members: Fleet,
     *,
+    instance: str,
+    prices: Path | None,
+    database: Database | None,
     wall_clock_s: Callable[[], float] = time.time,
 ) -> Metering:
-    """The meter of a router whose model has these names. `members`: where the other routers are found.
+    """The meter of the router `instance`, whose model has these names. `members`: where routers are found.
 
-    Needs a running event loop. Raises ValueError for a price file that is wrong.
+    `database` keeps usage, and shares limits; without it each router has a part of them. Needs a running
+    event loop. Raises ValueError for a price file that is wrong.
     """
     # No other process has this name, not even the next one of this instance.
-    writer = f"{options.instance}.{os.urandom(8).hex()}"
+    writer = f"{instance}.{os.urandom(8).hex()}"
     limiter = Limiter(
-        options.keys,
+        keys,
         wall_clock_s=wall_clock_s,
         n_routers=lambda: len(members.current.with_role(Role.ROUTER)),
-        is_shared=options.database is not None,
+        is_shared=database is not None,
         counters=counters,
     )
     ledger = renewal = None
-    if options.database is not None:
-        store = UsageStore(options.database, writer)
+    if database is not None:
+        store = UsageStore(database, writer)
         ledger = UsageLedger(store, wall_clock_s=wall_clock_s, counters=counters)
-        renewal = LeaseRenewal(limiter, LeaseStore(options.database, writer), counters)
+        renewal = LeaseRenewal(limiter, LeaseStore(database, writer), counters)
     tasks = MeteringTasks(renewal, ledger)
     metering = Metering(
-        options.keys,
+        keys,
         names=names,
         limiter=limiter,
         ledger=ledger,
@@ -106,8 +90,8 @@ def make_metering(
         wall_clock_s=wall_clock_s,
         tasks=tasks,
     )
-    if options.prices is not None:
-        followed = FollowedFile(options.prices, read_prices, metering.set_prices, noun="prices")
+    if prices is not None:
+        followed = FollowedFile(prices, read_prices, metering.set_prices, noun="prices")
         tasks.start(followed.run(), "prices")
     if ledger is not None:
         tasks.start(ledger.run(), "usage")
