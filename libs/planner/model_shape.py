@@ -115,10 +115,6 @@ class ModelShape:
         """KV cache of one sequence in the layers that keep a window."""
         return sum(layer.kv_window_bytes for layer in self.layers)
 
-    @property
-    def active_params(self) -> int:
-        return sum(layer.active_params for layer in self.layers) + self.head_params
-
 
 def check_layers(n_layers: int) -> None:
     """Raises InvalidArgument for a model with more layers than a plan divides."""

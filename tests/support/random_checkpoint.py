@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from libs.engine.model.shards import INDEX_NAME
 from libs.engine.model_spec.config import ModelConfig, parse_config
-from libs.engine.model_spec.matrix import pack_fp8, pack_int4
 from libs.engine.model_spec.quantization import Fp8Blocks, Int4Groups
+from tests.support.quantize import pack_fp8, pack_int4
 
 # The shape of `bench.engine --make`.
 BENCH_CONFIG: dict[str, Any] = {

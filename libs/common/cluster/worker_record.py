@@ -188,10 +188,6 @@ class FleetSnapshot:
         """The workers of one role, sorted by instance."""
         return tuple(worker for worker in self.workers if worker.role is role)
 
-    def find(self, role: Role, instance: str) -> Worker | None:
-        """The worker with that name, or None."""
-        return next((w for w in self.workers if w.role is role and w.instance == instance), None)
-
 
 def _sorted(workers: Iterable[Worker]) -> tuple[Worker, ...]:
     return tuple(sorted(workers, key=lambda worker: (worker.role, worker.instance)))

@@ -17,10 +17,5 @@ class LoadProgress:
     done_captures: int = 0
     total_captures: int = 0
 
-    @property
-    def share(self) -> float:
-        """The loaded share, 0 to 1."""
-        return min(self.done_bytes / self.total_bytes, 1.0) if self.total_bytes else 0.0
-
     def note_captures(self, n_done: int, n_all: int) -> None:
         self.done_captures, self.total_captures = n_done, n_all

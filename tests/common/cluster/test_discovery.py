@@ -180,7 +180,7 @@ async def test_members_see_each_other_join_change_and_leave(kind: str, tmp_path:
         assert both.with_role(Role.PREFILL) == ()
         restarted = decode(0, start=2)
         a.announce(restarted)
-        changed = await fleet.wait_until(lambda f: f.find(Role.DECODE, "decode-0") == restarted, timeout_s=60)
+        changed = await fleet.wait_until(lambda f: restarted in f.with_role(Role.DECODE), timeout_s=60)
         await a.withdraw(restarted)
         if kind == "memory":
             assert (await fleet.wait_changed(changed)).workers == (decode(1),)

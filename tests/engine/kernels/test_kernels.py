@@ -24,12 +24,13 @@ from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.stack import PlainStack
 from libs.engine.model.weights import WeightLoader
 from libs.engine.model_spec.config import ModelConfig, parse_config
-from libs.engine.model_spec.matrix import DenseMatrix, pack_int4
+from libs.engine.model_spec.matrix import DenseMatrix
 from libs.engine.model_spec.plan import BatchPlan, plan_batch
 from libs.engine.model_spec.rope import Rope
 from libs.engine.model_spec.stored_matrix import Matrix
 from libs.engine.step.batch import Batch
 from libs.engine.step.stop_flag import StepAborted, StopFlag
+from tests.support.quantize import pack_int4
 from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 CONFIG = parse_config(TINY_CONFIG)

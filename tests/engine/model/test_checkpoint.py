@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from libs.engine.model.checkpoint import Checkpoint, weights_digest
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model.shards import INDEX_NAME, CheckpointError
-from libs.engine.model_spec.matrix import pack_int4, unpack_int4
+from libs.engine.model_spec.matrix import unpack_int4
 from libs.engine.model_spec.quantization import Int4Groups
 from libs.engine.model_spec.stored_matrix import StoredMatrix
+from tests.support.quantize import pack_int4
 from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 OPTIONS = RunnerOptions(n_pages=2, kernels="torch")

@@ -18,11 +18,12 @@ from bench.engine.transformers_peer import load_transformers
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model.shards import CheckpointError
-from libs.engine.model_spec.matrix import Fp8Matrix, pack_fp8
+from libs.engine.model_spec.matrix import Fp8Matrix
 from libs.engine.model_spec.quantization import Fp8Blocks
 from libs.engine.model_spec.stored_matrix import StoredMatrix
 from tests.engine.model.test_checkpoint import edit_checkpoint
 from tests.engine.model.test_parity import batch_of, pages_for
+from tests.support.quantize import pack_fp8
 from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 # More than one block of 128 in both directions, the last one ragged.

@@ -101,7 +101,7 @@ def test_mapped_weights_give_the_same_bits_and_no_value_of_the_checkpoint_is_rea
     progress = LoadProgress()
     assert torch.equal(logits(load(model, folder, progress=progress)), alone)
     assert len(packings) == 1
-    assert progress.share == 1.0 and progress.done_bytes == progress.total_bytes
+    assert 0 < progress.done_bytes == progress.total_bytes
 
 
 def _other_values(model: Path) -> None:

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from libs.engine.model_spec.config import parse_config
-from libs.engine.model_spec.matrix import DenseMatrix, Int4Matrix, pack_int4
+from libs.engine.model_spec.matrix import DenseMatrix, Int4Matrix
 from libs.engine.model_spec.stored_matrix import Matrix
 from libs.engine.parallel.cut import MatrixCut, local_experts, matrix_cut, vocabulary_slice
 from libs.engine.parallel.sizes import ParallelSizes, RankPlace
+from tests.support.quantize import pack_int4
 from tests.support.random_checkpoint import TINY_CONFIG
 
 CONFIG = parse_config(TINY_CONFIG)

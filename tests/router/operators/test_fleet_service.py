@@ -137,7 +137,8 @@ async def test_a_change_reaches_no_other_process_than_the_named_one(card: ModelC
         stale = replace(worker.worker, instance="decode-1", incarnation="another")
         router._discovery.announce(stale)
         client = client_of(router)
-        await eventually(lambda: router.pipeline.members.current.find(Role.DECODE, "decode-1") is not None)
+        members = router.pipeline.members
+        await eventually(lambda: stale.key in {each.key for each in members.current.with_role(Role.DECODE)})
         async with client.process_dial()("decode/decode-1") as channel:
             stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
             for method, request in (

@@ -13,12 +13,13 @@ import torch
 
 from libs.engine.kernels.torch_kernels import TorchKernels
 from libs.engine.model_spec.config import ModelConfig
-from libs.engine.model_spec.matrix import DenseMatrix, pack_int4
+from libs.engine.model_spec.matrix import DenseMatrix
 from libs.engine.model_spec.moe import route
 from libs.engine.model_spec.plan import BatchPlan
 from libs.engine.model_spec.stored_matrix import Matrix
 from tests.engine.kernels.gpu.program_target import ProgramTarget
 from tests.engine.kernels.test_kernels import CONFIG, ODD, normal, plan_of
+from tests.support.quantize import pack_int4
 
 # The heads and widths of Kimi-K2.5: 64 query vectors a row, latents of 512 + 64.
 WIDE_HEADS = replace(

@@ -12,11 +12,11 @@ import tests.engine.kernels.gpu.interpreted  # noqa: F401  (before the programs)
 from libs.engine.kernels.gpu.expert_weights import repack_int4
 from libs.engine.kernels.gpu.kv_splits import choose_split_tokens, count_splits
 from libs.engine.kernels.gpu.work_list import FEW_PAIRS, build_work_list
-from libs.engine.model_spec.matrix import pack_int4
 from tests.engine.kernels.gpu.draw_tests import DrawTests
 from tests.engine.kernels.gpu.program_target import ProgramTarget
 from tests.engine.kernels.gpu.program_tests import AttentionTests, ProductTests, RowTests
 from tests.engine.kernels.test_kernels import normal
+from tests.support.quantize import pack_int4
 
 
 @pytest.fixture
