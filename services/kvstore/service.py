@@ -117,8 +117,11 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
             return kvstore_pb2.PinResponse()
         self._count_pin(pin.blocks, elapsed_s=time.perf_counter() - started)
         self._release_if_cancelled(pin.lease.lease_id)
+        return self._pinned(pin.blocks, pin.lease.lease_id, pin.lease.lease_ms)
+
+    def _pinned(self, blocks: Sequence[PinnedBlock], lease_id: str, lease_ms: int) -> kvstore_pb2.PinResponse:
         return kvstore_pb2.PinResponse(
-            lease_id=pin.lease.lease_id,
+            lease_id=lease_id,
             transport=transport_value(self._transport.kind),
             transport_session=self._transport.session_id,
             blocks=[
@@ -128,9 +131,9 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
                     checksum=pinned.block.value,
                     tier=pinned.tier,
                 )
-                for pinned in pin.blocks
+                for pinned in blocks
             ],
-            lease_ms=pin.lease.lease_ms,
+            lease_ms=lease_ms,
         )
 
     async def renew_pin(

@@ -64,18 +64,7 @@ class StepStats:
             proposed += output.proposed_drafts
             accepted += output.accepted_drafts
             if output.proposed_drafts:
-                self._counters.add("slipstream_drafts_verified_total")
-                for position in range(output.accepted_drafts):
-                    self._counters.add(
-                        "slipstream_draft_tokens_accepted_by_position_total", 1, (str(position),)
-                    )
-                labels = (context_label(output.computed_tokens),)
-                self._counters.add(
-                    "slipstream_drafts_proposed_by_context_total", output.proposed_drafts, labels
-                )
-                self._counters.add(
-                    "slipstream_drafts_accepted_by_context_total", output.accepted_drafts, labels
-                )
+                self._count_drafts(output)
         self._counters.observe("slipstream_engine_step_seconds", step_ms / 1e3)
         self.prefilled_tokens += prefilled
         if prefilled:
@@ -92,6 +81,16 @@ class StepStats:
         if proposed:
             self._counters.add("slipstream_draft_tokens_proposed_total", proposed)
             self._counters.add("slipstream_draft_tokens_accepted_total", accepted)
+
+    def _count_drafts(self, output: StepOutput) -> None:
+        """Count a sequence's drafts by position and by the length of its context."""
+        add = self._counters.add
+        add("slipstream_drafts_verified_total")
+        for position in range(output.accepted_drafts):
+            add("slipstream_draft_tokens_accepted_by_position_total", 1, (str(position),))
+        labels = (context_label(output.computed_tokens),)
+        add("slipstream_drafts_proposed_by_context_total", output.proposed_drafts, labels)
+        add("slipstream_drafts_accepted_by_context_total", output.accepted_drafts, labels)
 
 
 def context_label(context_tokens: int) -> str:

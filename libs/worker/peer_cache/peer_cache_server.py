@@ -125,6 +125,11 @@ class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
                 self._end(lease_id)
         if lease_id not in self._leases:
             return kvstore_pb2.PinResponse()
+        return self._pinned(exported, lease_id, lease_s)
+
+    def _pinned(
+        self, exported: Sequence[ExportedPage], lease_id: str, lease_s: float
+    ) -> kvstore_pb2.PinResponse:
         return kvstore_pb2.PinResponse(
             lease_id=lease_id,
             transport=transport_value(self._transport.kind),

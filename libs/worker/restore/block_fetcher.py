@@ -146,33 +146,12 @@ class BlockFetcher:
             (ReadOp(self._memory.address_of(b.page), b.address, size) for b in blocks),
             at_most_bytes=JOINED_BYTES,
         )
-        first_blocks = itertools.accumulate((op.n_bytes // size for op in reads[:-1]), initial=0)
-        first_of = dict(zip(reads, first_blocks, strict=True))
-        good: set[int] = set()
-        loop = asyncio.get_running_loop()
-        n_leading = 0
-
-        def advance() -> None:
-            nonlocal n_leading
-            before = n_leading
-            while n_leading in good:
-                n_leading += 1
-            if n_leading > before:
-                stats.n_blocks += n_leading - before
-                on_verified(n_leading - before)
-
-        def verify(op: ReadOp) -> None:
-            for index in range(first_of[op], first_of[op] + op.n_bytes // size):
-                if self._memory.checksum(blocks[index].page) == blocks[index].checksum:
-                    good.add(index)
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(advance)
-
+        landing = _LandingBlocks(self._memory, blocks, reads, stats, on_verified)
         try:
-            await self._transport.read(session_id, reads, timeout_s=READ_TIMEOUT_S, landed=verify)
+            await self._transport.read(session_id, reads, timeout_s=READ_TIMEOUT_S, landed=landing.verify)
         finally:
-            advance()
-        wrong = len(blocks) - len(good)
+            landing.advance()
+        wrong = len(blocks) - len(landing.good)
         n_bytes = len(blocks) * size
         stats.n_bytes += n_bytes
         stats.elapsed_ms += (time.perf_counter() - started) * 1e3
@@ -195,6 +174,43 @@ class BlockFetcher:
                 await asyncio.shield(self._thread.unpin(quiet))
                 self.quarantined_pages -= len(quiet)
                 waiting = late
+
+
+class _LandingBlocks:
+    """The blocks of one batch of reads: verified as they land, and reported in order."""
+
+    def __init__(
+        self,
+        memory: PageMemory,
+        blocks: Sequence[RemoteBlock],
+        reads: Sequence[ReadOp],
+        stats: FetchStats,
+        on_verified: Callable[[int], None],
+    ) -> None:
+        self._memory, self._blocks, self._stats, self._on_verified = memory, blocks, stats, on_verified
+        self._loop = asyncio.get_running_loop()
+        sizes = (op.n_bytes // memory.page_bytes for op in reads[:-1])
+        self._first_of = dict(zip(reads, itertools.accumulate(sizes, initial=0), strict=True))
+        self._n_leading = 0
+        self.good: set[int] = set()
+
+    def verify(self, op: ReadOp) -> None:
+        """Compare the checksums of a read that has landed. Called on a thread of the transport."""
+        first = self._first_of[op]
+        for index in range(first, first + op.n_bytes // self._memory.page_bytes):
+            if self._memory.checksum(self._blocks[index].page) == self._blocks[index].checksum:
+                self.good.add(index)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.advance)
+
+    def advance(self) -> None:
+        """Report the verified blocks that follow those reported before."""
+        before = self._n_leading
+        while self._n_leading in self.good:
+            self._n_leading += 1
+        if self._n_leading > before:
+            self._stats.n_blocks += self._n_leading - before
+            self._on_verified(self._n_leading - before)
 
 
 def merge_reads(reads: Iterable[ReadOp], *, at_most_bytes: int) -> list[ReadOp]:
