@@ -49,11 +49,7 @@ def parse_region_ms(text: str) -> dict[str, float]:
 
 def parse_names(text: str) -> list[str]:
     """Host names, without port. Raises ValueError with the reason."""
-    names = list(filter(None, text.split(",")))
-    for name in names:
-        if name != "*" and not _HOST_NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is not a host name without scheme and port, or *")
-    return names
+    return _items(text, _HOST_NAME, "a host name without scheme and port")
 
 
 def parse_model_names(text: str) -> list[str]:
@@ -66,11 +62,15 @@ def parse_model_names(text: str) -> list[str]:
 
 def parse_origins(text: str) -> list[str]:
     """Origins as browsers send them. Raises ValueError with the reason."""
-    origins = list(filter(None, text.split(",")))
-    for origin in origins:
-        if origin != "*" and not _ORIGIN.fullmatch(origin):
-            raise ValueError(f"{origin!r} is not SCHEME://HOST[:PORT] without a path, or *")
-    return origins
+    return _items(text, _ORIGIN, "SCHEME://HOST[:PORT] without a path")
+
+
+def _items(text: str, form: re.Pattern[str], expected: str) -> list[str]:
+    items = list(filter(None, text.split(",")))
+    for item in items:
+        if item != "*" and not form.fullmatch(item):
+            raise ValueError(f"{item!r} is not {expected}, or *")
+    return items
 
 
 @dataclass(frozen=True)

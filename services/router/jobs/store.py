@@ -11,6 +11,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from libs.common import job_bounds, service_bounds
 from libs.common.telemetry.counters import Counters
@@ -132,26 +133,17 @@ class JobStore:
         if not job_id:
             raise InvalidArgument("id", "must be given")
         sql = f"SELECT {JOB_COLUMNS} FROM jobs WHERE id = ? AND tenant = ?"
-        rows = await self._database.read(lambda tx: tx.execute(sql, (job_id, tenant)), tenant=tenant)
-        if not rows:
-            raise _unknown(job_id)
-        return job_of(rows[0])
+        return job_of(await self._row(tenant, job_id, sql))
 
     async def request(self, tenant: str, job_id: str) -> bytes:
         """The body of a job. Raises NotFound."""
         sql = "SELECT body FROM jobs JOIN job_requests USING (id) WHERE id = ? AND tenant = ?"
-        rows = await self._database.read(lambda tx: tx.execute(sql, (job_id, tenant)), tenant=tenant)
-        if not rows:
-            raise _unknown(job_id)
-        return bytes(rows[0][0])
+        return bytes((await self._row(tenant, job_id, sql))[0])
 
     async def result(self, tenant: str, job_id: str) -> JobResult | None:
         """The answer; None before the end and for a job without one. Raises NotFound."""
         sql = "SELECT status, body FROM jobs LEFT JOIN job_results USING (id) WHERE id = ? AND tenant = ?"
-        rows = await self._database.read(lambda tx: tx.execute(sql, (job_id, tenant)), tenant=tenant)
-        if not rows:
-            raise _unknown(job_id)
-        status, body = rows[0]
+        status, body = await self._row(tenant, job_id, sql)
         return None if body is None else JobResult(status, bytes(body))
 
     async def result_part(self, tenant: str, job_id: str, *, offset: int, limit: int) -> JobResultPart | None:
@@ -163,12 +155,15 @@ class JobStore:
             "SELECT length(body), substr(body, CAST(? AS INTEGER), CAST(? AS INTEGER))"
             " FROM jobs LEFT JOIN job_results USING (id) WHERE id = ? AND tenant = ?"
         )
-        values = (offset + 1, limit, job_id, tenant)
-        rows = await self._database.read(lambda tx: tx.execute(sql, values), tenant=tenant)
+        n_bytes, data = await self._row(tenant, job_id, sql, offset + 1, limit)
+        return None if data is None else JobResultPart(n_bytes, bytes(data))
+
+    async def _row(self, tenant: str, job_id: str, sql: str, *values: SqlValue) -> tuple[Any, ...]:
+        """The row of one job: the last two parameters of `sql` are its id and tenant. Raises NotFound."""
+        rows = await self._database.read(lambda tx: tx.execute(sql, (*values, job_id, tenant)), tenant=tenant)
         if not rows:
             raise _unknown(job_id)
-        n_bytes, data = rows[0]
-        return None if data is None else JobResultPart(n_bytes, bytes(data))
+        return rows[0]
 
     async def list_jobs(
         self,
