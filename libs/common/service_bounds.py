@@ -57,7 +57,7 @@ MAX_PRICE = 10_000
 # Counters of usage that wait for the database are written so often; a lease of a limit is renewed so often.
 USAGE_WRITE_S = 1.0
 LIMIT_RENEW_S = 0.25
-# What a router holds in advance of a limit is free again when it has not renewed it for so long.
+# A lease of a limit that its router does not renew within this time is free for others.
 LIMIT_LEASE_S = 10.0
 # The rows of one answer about usage.
 MAX_USAGE_ROWS = 10_000

@@ -16,7 +16,7 @@ from slipstream.errors import Internal, InvalidArgument, SlipstreamError
 from slipstream.rpc.backoff import Backoff
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.01, 0.5
-# After so long a transaction takes no further work of other callers.
+# A transaction that has lasted this long takes no further work of other callers.
 GROUP_S = 0.02
 
 log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ _MAX_MEMORY_BYTES = 8 << 30
 _NICENESS = 10
 # llguidance recurses. What passes here has room on a worker, whose threads have 8 MiB, those of masks 2 MiB.
 _STACK_BYTES = 1 << 20
-# The process ends beyond so much CPU time of one mask: one beyond MAX_MASK_S refuses its grammar anyway.
+# The process ends when one mask takes this much CPU time; one beyond MAX_MASK_S refuses its grammar anyway.
 _LONGEST_MASK_S = 5 * MAX_MASK_S
 
 
@@ -52,7 +52,7 @@ def frame(message: object) -> bytes:
 
 
 class _CpuLimit:
-    """Ends the process after so much CPU time, by a signal that kills amid one long call. 0: never."""
+    """Bounds the CPU time of the process by a signal, which kills amid one long call. 0: no bound."""
 
     def __init__(self, limit_s: float) -> None:
         self._end_s = time.process_time() + limit_s if limit_s else 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# A mask takes 0.1 s with about so much.
+# About this much makes one mask take 0.1 s.
 MAX_FORCED_CHARS = 50_000
 FORCED_REASON = f"is too complex: it repeats text to more than {MAX_FORCED_CHARS} characters"
 # Parts in which one of several characters may follow, then those that make groups and repetitions.

@@ -102,7 +102,7 @@ class DraftControl:
         return least_confidence(costs, n_sequences)
 
     def add_setup(self, seq_ids: Collection[str], elapsed_ms: float) -> None:
-        """The step that began took in contexts for so long: a cost of whole sequences, not of the step."""
+        """Record the time in which the head read contexts: a cost of whole sequences, not of the step."""
         if self._begun is not None:
             self._begun.setup_ms += elapsed_ms
         for seq_id in seq_ids:

@@ -6,7 +6,7 @@ import collections
 import statistics
 from dataclasses import dataclass
 
-# A step beyond this many medians counts as so many: a preempted process says nothing about drafts.
+# A slower step counts as this many medians: a preempted process shows nothing about drafts.
 _OUTLIER_MEDIANS = 4.0
 _LEAST_CONFIDENCE, _MOST_CONFIDENCE = 0.1, 0.7
 DEFAULT_CONFIDENCE = 0.4

@@ -15,7 +15,7 @@ _PAGE_BYTES = 4096
 
 
 def blocks_for(dram_bytes: int, block_bytes: int) -> int:
-    """How many blocks of that size so much memory holds; 0 where either is unknown."""
+    """How many blocks of that size the memory holds; 0 where either is unknown."""
     if block_bytes <= 0:
         return 0
     return max(dram_bytes, 0) // (-(-block_bytes // _PAGE_BYTES) * _PAGE_BYTES)

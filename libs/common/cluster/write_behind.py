@@ -40,7 +40,7 @@ class PlacementWriteBehind:
         max_tenant_sessions: int = MAX_TENANT_SESSIONS,
         write_interval_s: float = 0.0,
     ) -> None:
-        """`max_tenant_sessions`: a tenant that has so many begins no further one."""
+        """`max_tenant_sessions`: the most sessions of one tenant; it begins no more."""
         self._max_dirty = max_dirty
         self._max_tenant_sessions = max_tenant_sessions
         self.names = TenantSessions()  # all sessions that are recorded, dirty or in flight

@@ -20,7 +20,7 @@ _OVERHEAD_SHARE = 8
 
 
 def read_plain_in_small_pieces(transport: asyncio.BaseTransport) -> None:
-    """Let a connection without TLS have at most so many bytes in one callback."""
+    """Bound the bytes of one callback of a connection without TLS."""
     transport.max_size = READ_BYTES  # type: ignore[attr-defined]  # of asyncio's transports of sockets
 
 

@@ -17,7 +17,7 @@ _MAX_BYTES = 256 << 20
 
 
 def feature_bytes(kv_bytes: int) -> int:
-    """The bytes of features that an engine with so much KV keeps."""
+    """The bytes of features that an engine keeps, by the bytes of its KV."""
     return min(kv_bytes // _SHARE_OF_KV, _MAX_BYTES)
 
 

@@ -146,7 +146,7 @@ class EngineSequence:
         )
 
     def ends_within(self, n_tokens: int, *, max_context_tokens: int) -> bool:
-        """Whether so many more tokens, at least 1, end the sequence whatever they are."""
+        """Whether `n_tokens` more, at least 1, end the sequence by its limit, whatever tokens they are."""
         return (
             self.spec.prefill_only
             or self.n_output + n_tokens >= self.spec.sampling.max_tokens

@@ -37,7 +37,7 @@ def find_endless(schema: Json | bool, parts: Parts) -> frozenset[int]:
 
 @dataclass(slots=True, eq=False)
 class _Need:
-    """Met as soon as so many of the needs that it waits for are met."""
+    """A need that is met when `n_missing` of the needs that it waits for are met."""
 
     n_missing: int = 0
     waiting: list[_Need] = field(default_factory=list)  # those that wait for this one

@@ -24,7 +24,7 @@ _ENDLESS_REPEAT = re.compile(r"[*+]|\{[0-9]+,\}")
 
 
 def may_lack_keys(part: Json, n_keys: int) -> bool:
-    """Whether fewer different keys fit than so many. Beyond 4,096 only endless patterns have enough."""
+    """Whether fewer than `n_keys` different keys fit. Beyond 4,096 only endless patterns have enough."""
     patterns = part.get("patternProperties")
     if not isinstance(patterns, Mapping) or not patterns or not _may_be_object(part):
         return False

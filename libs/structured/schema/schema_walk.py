@@ -33,7 +33,7 @@ _SINGLE = ("additionalItems", "additionalProperties", "items")
 
 
 def is_shallow(schema: object, most: int) -> bool:
-    """Whether the JSON value has at most so many levels."""
+    """Whether the JSON value has at most `most` levels."""
     level: list[object] = [schema]
     for _ in range(most):
         deeper: list[object] = []

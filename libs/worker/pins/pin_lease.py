@@ -27,7 +27,7 @@ from slipstream.v1 import kvstore_pb2
 log = logging.getLogger(__name__)
 
 _RENEWALS_A_LEASE = 3
-# A close waits for so long at most, whatever the lenders do.
+# The longest wait of a close, whatever the lenders do.
 _LAST_RELEASES_S = 1.0
 # The pin may be there.
 _ANSWER_LOST = (DeadlineExceeded, Unavailable)

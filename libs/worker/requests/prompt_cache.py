@@ -26,7 +26,7 @@ _NODE_BYTES = 500  # objects around the data
 _BLOCK_BYTES = 160  # a block's hash and its entry in the table
 # New blocks that take more than this share of a tenant's bound would evict all others, and are not cached.
 _MAX_SHARE = 0.5
-# A part is joined with the next one unless it is more than so many times as long.
+# A part is joined with the next one unless it is longer by more than this factor.
 _JOINED_RATIO = 2
 # Evictions begin with tenants that sent no prompt for this long.
 _IDLE_S = 600.0

@@ -53,7 +53,7 @@ class BlockUse:
         return self.policy.memory_bytes if self.policy is not None else 0
 
     def resize(self, n_slots: int, n_uncut: int) -> None:
-        """A slab was cut into `n_slots`, and so many may still be."""
+        """A slab was cut into `n_slots`; `n_uncut` slabs have no slots yet."""
         self._n_slots, self._n_uncut = n_slots, n_uncut
         if self.policy is not None:
             self.policy.resize(self._capacity())

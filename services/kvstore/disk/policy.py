@@ -69,7 +69,7 @@ class DiskPolicy:
         return len(self.sampled_policy.history) * _REMEMBERED_BYTES
 
     def resize(self, capacity_blocks: int) -> None:
-        """The disk has room for so many blocks from now on."""
+        """Set the number of blocks that the disk has room for."""
         capacity = max(1, capacity_blocks // self.rate)
         if capacity != self.sampled_policy.capacity_blocks:
             self.sampled_policy.resize(capacity)

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 # Blocks that one disk may write at once: two groups and a third that waits, so that the disk never idles.
 # A disk at this bound gets no more.
 MAX_WRITING_BLOCKS = 96
-# With several disks, at most so many blocks behind a gap are reported.
+# The most blocks behind a gap that are reported, where there are several disks.
 MAX_TAIL_BLOCKS = 512
 
 

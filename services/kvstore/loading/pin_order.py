@@ -74,7 +74,7 @@ class PinOrder(Generic[PinT]):
         return self._shared_blocks + n_blocks
 
     def _share(self, blocks: float) -> None:
-        """Advance the virtual time by so many blocks, shared equally by all virtual pins."""
+        """Advance the virtual time by `blocks`, shared equally by all virtual pins."""
         while self._ends and blocks > 0:
             to_next_end = (self._ends[0] - self._shared_blocks) * len(self._ends)
             if to_next_end > blocks:

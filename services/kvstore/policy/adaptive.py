@@ -164,7 +164,7 @@ class AdaptivePolicy:
         return found
 
     def resize(self, capacity_blocks: int) -> None:
-        """The tier has room for so many blocks from now on."""
+        """Set the number of blocks that the tier has room for."""
         self.capacity_blocks = capacity_blocks
         self._weights.resize(capacity_blocks)
         rate, before = self._rate(capacity_blocks), self.sample_rate

@@ -33,7 +33,7 @@ class WriteBudget:
         return self._left / self._most
 
     def has(self, n_bytes: int, *, now_ms: float) -> bool:
-        """Whether so many bytes are left."""
+        """Whether `n_bytes` are left."""
         self.fill(now_ms=now_ms)
         return self._left >= n_bytes
 

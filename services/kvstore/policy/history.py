@@ -100,7 +100,7 @@ class History:
         return self._records.values()
 
     def resize(self, capacity_blocks: int, *, sample_rate: int) -> None:
-        """The tier has room for so many blocks from now on; records keep their place in the sample or not."""
+        """Set the tier's capacity and the sample's rate, by which records enter and leave the sample."""
         self.capacity_blocks = capacity_blocks
         self._sample_rate = sample_rate
         most = max(capacity_blocks, MAX_GHOST_BLOCKS)

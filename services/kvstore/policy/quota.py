@@ -38,11 +38,11 @@ class TenantQuota(Generic[TenantT]):
             self._used_bytes.pop(tenant, None)
 
     def has_room(self, tenant: TenantT, n_bytes: int) -> bool:
-        """Whether the tenant may take so many bytes more."""
+        """Whether the tenant may take `n_bytes` more."""
         return tenant in self._uncounted or self.used_bytes(tenant) + n_bytes <= self.limit_bytes
 
     def make_room(self, tenant: TenantT, n_bytes: int, evict_one: Callable[[], bool]) -> bool:
-        """Evict blocks of the tenant until it may take so many bytes; False when they do not suffice.
+        """Evict blocks of the tenant until it may take `n_bytes`; False when they do not suffice.
 
         `evict_one` evicts one block of the tenant, and returns False when none may go.
         """

@@ -80,7 +80,7 @@ class ReuseModel:
         return found
 
     def learn_if_due(self) -> None:
-        """Compute the values again, once in so many wanted blocks."""
+        """Compute the values again, if enough blocks were wanted since the last time."""
         now = self._history.now
         if now >= self._learn_at:
             self._learn()

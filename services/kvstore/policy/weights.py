@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-# After so many capacities of wanted blocks, and not before so many blocks, a hit counts half.
+# A hit counts half after this many capacities of wanted blocks, and not before MIN_HALF_LIFE_BLOCKS.
 HALF_LIFE_CAPACITIES = 64
 MIN_HALF_LIFE_BLOCKS = 65_536
-# Added to the deviation: a lead of so many blocks is nothing.
+# Added to the deviation: a lead of this many blocks does not count.
 MIN_DEVIATION_BLOCKS = 4.0
-# The leader goes when another one weighs so many times as much.
+# Another policy leads when it weighs this many times as much as the leader.
 LEADER_RATIO = math.e
 _MAX_SCALE = 1e9
 

@@ -15,7 +15,7 @@ from typing import Protocol
 MAX_WATCHED_BLOCKS = 65_536
 # At each look: some milliseconds of the event loop where none of them can be used.
 LOOK_BLOCKS = 1024
-# The next turn of a chain that lost its start most likely puts it again: so much patience.
+# The time in which the next turn of a chain that lost its start most likely puts it again.
 GRACE_S = 60.0
 DROP_BLOCKS = 64
 # The watch checks the successors of a dropped block within this time; a block that was put again is new.

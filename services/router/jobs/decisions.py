@@ -19,7 +19,7 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 300.0
 JOB_SHARE = 0.75
 # A job that live requests hold for longer goes to another router, without the tokens that it has.
 LONGEST_HOLD_S = 30.0
-# Jobs that have waited for too long go on beside live requests, so many at a time at each router.
+# Overdue jobs that each router runs beside live requests at a time.
 MOST_OVERDUE = 2
 # Characters of a prompt without a system message that stand for its common prefix.
 _PREFIX_CHARS = 1024

@@ -26,7 +26,7 @@ from slipstream import bounds
 from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound, Overloaded
 
 _NEXT_LOOK_S = (0.1, 1.0)  # of a follower: after a change, and the longest
-# A tenant's followers of groups look one after the other, and rest for so many times as long as a look took.
+# A tenant's followers of groups look one after the other; each pause is this many times as long as the look.
 _LOOK_REST = 3.0
 _LOOK_WAIT_S = 3600.0
 # Changed in one transaction: others wait for it.

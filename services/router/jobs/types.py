@@ -11,7 +11,7 @@ from libs.database.transaction import SqlTransaction
 
 DEFAULT_EXPIRES_MS = 86_400_000
 DEFAULT_RETENTION_MS = 7 * 86_400_000
-# Jobs that were submitted so long ago wait for live requests no more.
+# Jobs that have waited this long run beside live requests.
 LONGEST_WAIT_S = 600.0
 
 

@@ -78,7 +78,7 @@ class TritonKernels:
         self._split: tuple[BatchPlan, KvSplits] | None = None
 
     def count_splits(self, n_sequences: int, most_rows: int, n_heads: int) -> int:
-        """The most splits of the KV of one of so many sequences."""
+        """The most splits of one sequence's KV in a batch of `n_sequences`."""
         return count_splits(n_sequences, most_rows, n_heads, self._processors)
 
     def bind(self, plan: BatchPlan, uploaded: DevicePlan, splits: KvSplits) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Up to so many pairs of a token and an expert nothing is sorted: every pair is an item.
+# Batches of this many pairs of a token and an expert, or fewer, are not sorted: every pair is an item.
 FEW_PAIRS = 128
 # Pairs of a tile, for up to so many pairs an expert on average; above them it is 64.
 _TILES = ((8, 2), (16, 32))

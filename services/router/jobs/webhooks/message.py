@@ -25,6 +25,6 @@ def webhook_headers(message_id: str, body: bytes, secret: str, *, now_s: float) 
 
 
 def webhook_retry_s(tries: int, jitter: float) -> float:
-    """The pause after so many tries; `jitter` in [0, 1] scales it to between a half and the whole."""
+    """The pause after `tries` tries; `jitter` in [0, 1] scales it to between a half and the whole."""
     longest_s: float = min(_FIRST_RETRY_S * 4.0 ** min(max(tries - 1, 0), 8), _LONGEST_RETRY_S)
     return longest_s * (0.5 + jitter / 2)
