@@ -4,16 +4,16 @@
     python -m bench.cache.prefix_index --against 616f5e0     # the index of another commit beside it, in turn
 
 All sessions take their first turn, then all their second, at 20 requests a second of a virtual clock. A turn
-adds 200 to 2,000 tokens. For each the index is asked what eight prefill workers, two kvstores and two decode
-workers hold, as placement does, and told where the prompt goes; then a prefill worker tells of the new
-blocks, and a kvstore that they are in memory, and later that they are on its disk. Prints for each kind
+adds 200 to 2,000 tokens. For each turn the benchmark looks up the blocks of eight prefill workers, two
+kvstores and two decode workers, as placement does, and predicts where the prompt goes. Then a prefill worker
+reports the new blocks, and a kvstore reports them in memory and later on its disk. Prints for each kind
 
     request_us   CPU of the look-ups and predictions of a request, first turns apart, of five together
     events_us    CPU of the events of a request, the same way
     right        share of requests for which all prefill workers' and kvstores' prefixes were known exactly
     bytes_block  memory beyond the prompts' own hashes, by different block, as the process grew (RSS)
 
-Each row is measured in a process of its own.
+Each row is measured in a new process.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _shifts(rng: random.Random, n_requests: int, capacity: int) -> Iterator[Chai
 
 
 def _moved(chain: Chain, where: int) -> Chain:
-    """The same chain in a range of block numbers of its own."""
+    """The same chain in a separate range of block numbers."""
     return tuple(block + (where << 32) for block in chain)
 
 

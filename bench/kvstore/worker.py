@@ -101,7 +101,7 @@ class BenchWorker:
     @classmethod
     @asynccontextmanager
     async def opened(cls, transport: str, *, page_bytes: int, n_pages: int) -> AsyncIterator[BenchWorker]:
-        """A worker with a transport of its own, closed on leaving."""
+        """A worker with a separate transport, which closes when the block ends."""
         opened = open_transport(transport)
         worker = cls(opened, page_bytes=page_bytes, n_pages=n_pages)
         try:

@@ -23,7 +23,7 @@ Work = Sequence[tuple[GrammarConstraint, Sequence[int]]]
 class GrammarMasks:
     """Implements the engine's `MaskFiller`. One call at a time.
 
-    Threads of the executor have no clocks of their own. So the steps after a slow one compute their masks one
+    The executor does not measure its threads. So the steps after a slow one compute their masks one
     by one, and measure each. A mask that is slow once, as the first of a large grammar is, fails nothing.
     """
 

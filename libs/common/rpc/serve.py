@@ -125,7 +125,7 @@ class ServiceHost:
         on_refused: OnRefused = ignore_refusal,
         make_server: Callable[..., grpc.aio.Server] = grpc.aio.server,
     ) -> None:
-        """`front_doors`: full names of the methods whose calls begin traces of their own.
+        """`front_doors`: full names of the methods whose calls may begin a trace.
 
         `endpoint` is what others dial: `advertise`, or without it what was bound.
         `names`: endpoints by which callers dial the port, beside `endpoint`; their tokens name them.
@@ -214,8 +214,8 @@ class ServiceHost:
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Typed errors become rich statuses; a call is a span of the caller's trace.
 
-    Not one that takes many requests: it lives as long as the two processes, and what it carries brings
-    traces of its own.
+    A call that takes many requests has no span: it lives as long as the two processes, and each request has
+    its trace.
     """
 
     def __init__(

@@ -126,8 +126,8 @@ def server_span(
     begins: bool = False,
 ) -> contextlib.AbstractContextManager[Span]:
     """A span below that of the process which sent `carrier`. Without a valid context there it begins a trace
-    of its own where `begins`, else there is none. `current=False` for generators: they may be resumed in
-    another context."""
+    where `begins`, else there is none. `current=False` for generators: they may be resumed in another
+    context."""
     if _tracer is None:
         return _NO_SPAN
     opened = begin_server(name, carrier, attributes, begins=begins)

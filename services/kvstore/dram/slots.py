@@ -75,7 +75,7 @@ class SlotTable(Generic[ValueT]):
         self._last_slot_bytes = 0
         self._held_gone = 0
         self.evictions = 0
-        # Told of every block that came (True) or went (False), at once.
+        # Receives every block that is added (True) or removed (False), at once.
         self.on_change: Callable[[bytes, bool], None] = _ignore
 
     @property

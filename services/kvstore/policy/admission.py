@@ -68,7 +68,7 @@ class DiskAdmission:
         return True
 
     def forced(self, n_bytes: int) -> None:
-        """A block is written because somebody asked for it."""
+        """Take from the budget a block that a caller writes in any case."""
         if self._budget is not None:
             self._budget.spend(n_bytes)
 

@@ -62,7 +62,7 @@ def request_from_json(document: Any) -> PlacementRequest:
 
 
 def _record(kind: type[T], document: Any, path: str, **readers: Read) -> T:
-    """A record, read by the types of its fields; `readers` are for fields with a bound of their own."""
+    """A record, read by the types of its fields; `readers` are for fields with a bound."""
     if not isinstance(document, Mapping):
         raise InvalidArgument(path, "must be an object")
     known = {field.name: field for field in msgspec.structs.fields(kind)}

@@ -22,10 +22,10 @@ QueueDelay = tuple[int, int, int, float, int]
 def queue_delay(worker: PrefillWorker, uncached_tokens: int, prompt_tokens: int) -> QueueDelay:
     """The delay for a prompt of which `uncached_tokens` are to be computed on the worker.
 
-    The prompt waits for the tokens and requests ahead. The longer prompts wait for it, and their delays weigh
-    as much as `delays` requests of its own size. Of other routers' requests only the tokens beyond that size
-    each count as longer ones. The load is what bounded load compares: no queued prompt counts for more than
-    the new one, which may overtake it.
+    The prompt waits for the tokens and requests ahead. The longer prompts wait for it. Their delays, each by
+    the prompt's length, weigh as much as those of `delays` requests of the new prompt's size. Of a request of
+    another router, only the tokens beyond that size count as longer. The load is the quantity that bounded
+    load compares: a queued prompt counts at most as much as the new one, which may overtake it.
     """
     ahead_tokens = ahead_requests = longer_tokens = load_tokens = 0
     delays = 0.0
