@@ -43,16 +43,16 @@ _CARDS = (
 )
 
 
-def parse_cards(text: str, option: str = "--gpus") -> tuple[int, Card]:
-    """`8xh100-80` or `8xh100` as number and kind. Raises InvalidArgument for `option`."""
+def parse_cards(text: str) -> tuple[int, Card]:
+    """`8xh100-80` or `8xh100` as number and kind. Raises InvalidArgument for `--gpus`."""
     match = _FORM.fullmatch(text.strip().lower())
     names = ", ".join(card.name for card in _CARDS)
     if match is None:
-        raise InvalidArgument(option, f"must be NUMBERxCARD, such as 8xh100-80, not {text!r}"[:200])
+        raise InvalidArgument("--gpus", f"must be NUMBERxCARD, such as 8xh100-80, not {text!r}"[:200])
     count, name = int(match[1]), match[2]
     found = [card for card in _CARDS if name in (card.name, card.name.partition("-")[0])]
     if not found:
-        raise InvalidArgument(option, f"the card {name!r} is not known; known: {names}")
+        raise InvalidArgument("--gpus", f"the card {name!r} is not known; known: {names}")
     if not 1 <= count <= MAX_CARDS:
-        raise InvalidArgument(option, f"the number of cards must be 1 to {MAX_CARDS}, not {count}")
+        raise InvalidArgument("--gpus", f"the number of cards must be 1 to {MAX_CARDS}, not {count}")
     return count, found[0]

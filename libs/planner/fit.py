@@ -126,12 +126,9 @@ class Fit:
         return self.cut.group_cards * PROCESS_OVERHEAD_BYTES + self.staged_bytes
 
 
-def fit_cut(
-    model: ModelShape, cut: Cut, card: Card, *, overhead_bytes: int, window_sequences: int = 1
-) -> Fit:
+def fit_cut(model: ModelShape, cut: Cut, card: Card, *, overhead_bytes: int) -> Fit:
     """`fit_memory` for all that a process sees of each card."""
-    memory = CardMemory(card.visible_bytes, overhead_bytes)
-    return fit_memory(model, cut, memory, window_sequences=window_sequences)
+    return fit_memory(model, cut, CardMemory(card.visible_bytes, overhead_bytes))
 
 
 def fit_memory(

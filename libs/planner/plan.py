@@ -13,7 +13,7 @@ from libs.planner.fit import CARD_OVERHEAD_BYTES, Fit, fit_cut
 from libs.planner.model_shape import ModelShape
 from libs.planner.nodes import worker_nodes
 from libs.planner.step_room import DecodeStepRoom
-from libs.planner.times import EFFICIENCY, STEP_TOKENS, StepTimes
+from libs.planner.times import STEP_TOKENS, StepTimes
 from libs.planner.traffic import Traffic
 from slipstream.errors import InvalidArgument
 
@@ -121,7 +121,6 @@ def make_plan(
     overhead_bytes: int = CARD_OVERHEAD_BYTES,
     decode_steps: DecodeStepRoom | None = None,
     max_token_s: float = DEFAULT_TOKEN_S,
-    efficiency: float = EFFICIENCY,
 ) -> Plan:
     """`decode_steps`: as graphs, counted whole on each card; None: decode steps are no graphs.
 
@@ -132,7 +131,7 @@ def make_plan(
     fits = [fit_cut(model, cut, card, overhead_bytes=apart_bytes) for cut in enumerate_cuts(model, n_cards)]
     if not any(fit.fits for fit in fits):
         raise _no_room(model, n_cards, card, fits, apart_bytes)
-    capacities = [_capacity(model, fit, card, traffic, max_token_s, efficiency) for fit in fits]
+    capacities = [_capacity(model, fit, card, traffic, max_token_s) for fit in fits]
     candidates = sorted(map(Candidate, fits, capacities), key=_merit, reverse=True)
     return Plan(
         model,
@@ -177,10 +176,10 @@ def capacity_at(times: StepTimes, traffic: Traffic, n_sequences: int, bound: str
 
 
 def _capacity(
-    model: ModelShape, fit: Fit, card: Card, traffic: Traffic, max_token_s: float, efficiency: float
+    model: ModelShape, fit: Fit, card: Card, traffic: Traffic, max_token_s: float
 ) -> CutCapacity | None:
     """The most sequences whose KV has room and whose tokens come in time; one if even that is too slow."""
-    times = StepTimes(model, fit.cut, fit.stages, card, efficiency)
+    times = StepTimes(model, fit.cut, fit.stages, card)
     longest = traffic.prompt_tokens + traffic.output_tokens
     room = min(int(fit.kv_tokens // longest), MAX_SEQUENCES)
     if not fit.fits or room < 1:

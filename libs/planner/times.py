@@ -52,7 +52,6 @@ class StepTimes:
     cut: Cut
     stages: tuple[Stage, ...]
     card: Card
-    efficiency: float = EFFICIENCY
     sums: SumForm = GATHERED
     step_tokens: int = STEP_TOKENS
 
@@ -98,7 +97,7 @@ class StepTimes:
         return self._bound_s(last.head_bytes / self.cut.tp, 2 * last.head_params * n_rows / self.cut.tp)
 
     def _bound_s(self, read: float, flops: float) -> float:
-        return max(read / self.card.copy_bytes_per_s, flops / self.card.bf16_flops) / self.efficiency
+        return max(read / self.card.copy_bytes_per_s, flops / self.card.bf16_flops) / EFFICIENCY
 
     def _attention_bytes(self, layer: LayerShape, own: Rows) -> float:
         """Weights and KV that one card reads."""

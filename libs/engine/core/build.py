@@ -168,8 +168,6 @@ def build_drafter(
     *,
     kernels: Kernels | None = None,
     threads: int | None = None,
-    window_tokens: int = 512,
-    max_sequences: int = 1024,
 ) -> DrafterEngine:
     """Load an EAGLE-3 head or a block drafter. Tensors that it shares with the target come from the target.
 
@@ -188,7 +186,7 @@ def build_drafter(
     )
     if is_alone:
         torch.set_num_threads(1)  # torch's idle threads would spin on the cores of the kernels' pool
-    return DrafterEngine(head, window_tokens=window_tokens, max_sequences=max_sequences)
+    return DrafterEngine(head)
 
 
 def build_local_drafter(engine: Engine, head_dir: Path, target_dir: Path) -> DrafterEngine:

@@ -38,16 +38,14 @@ class PackedSource:
 
 
 @contextlib.contextmanager
-def open_shared_weights(
-    source: PackedSource, progress: LoadProgress, *, poll_s: float = _POLL_S
-) -> Iterator[WeightStore]:
+def open_shared_weights(source: PackedSource, progress: LoadProgress) -> Iterator[WeightStore]:
     """A store for one load. One process packs at a time, and others wait for its file.
 
     A directory that cannot be written, a full disk and a process that packs for too long or is stopped leave
     the weights in the memory of this process: sharing never fails a load.
     """
     with contextlib.ExitStack() as stack:
-        store = _open(source, progress, stack, poll_s)
+        store = _open(source, progress, stack)
         yield store
         try:
             store.finish()
@@ -55,9 +53,7 @@ def open_shared_weights(
             _say_private(source, error)
 
 
-def _open(
-    source: PackedSource, progress: LoadProgress, stack: contextlib.ExitStack, poll_s: float
-) -> WeightStore:
+def _open(source: PackedSource, progress: LoadProgress, stack: contextlib.ExitStack) -> WeightStore:
     deadline_s = time.monotonic() + _LEAST_WAIT_S + source.expected_bytes / _SLOW_BYTES_S
     refused: tuple[int, int] | None = None  # the file that was found unusable
     lock_path = source.path.with_name(f"{source.path.name}.lock")
@@ -86,7 +82,7 @@ def _open(
                 heartbeat_s = now_s
             elif now_s - heartbeat_s > _ABANDONED_S:
                 raise TimeoutError("the process that packs it shows no sign of life")
-            time.sleep(poll_s)
+            time.sleep(_POLL_S)
     except OSError as error:
         stack.close()
         _say_private(source, error)

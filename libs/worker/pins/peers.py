@@ -27,12 +27,10 @@ class Peers:
         *,
         dial: Dial = PLAIN_DIAL,
         addresses: AddressBook | None = None,
-        max_channels: int = MAX_CHANNELS,
     ) -> None:
         """All channels are dialled again when the files of `dial` change."""
         self._dial = dial
         self.addresses: AddressBook = addresses or LoopbackAddresses()
-        self._max_channels = max_channels
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
         self._files_version = dial.files_version()
         self._closing: set[asyncio.Task[None]] = set()
@@ -51,7 +49,7 @@ class Peers:
                     f"endpoint {endpoint[:128]!r} is not dialled: no worker is announced there"
                 )
             channel = self._channels[endpoint] = self._dial(endpoint)
-            if len(self._channels) > self._max_channels:
+            if len(self._channels) > MAX_CHANNELS:
                 self._close_late(self._channels.popitem(last=False)[1])
         self._channels.move_to_end(endpoint)
         return channel

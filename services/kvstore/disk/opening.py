@@ -60,11 +60,9 @@ def run_in_daemon_thread(name: str, work: Callable[[], ResultT]) -> asyncio.Futu
 class ProgressTimeout:
     """Time-out of an opening, extended by its progress. Pure; times are in seconds."""
 
-    def __init__(
-        self, *, now_s: float, hangs_after_s: float = HANGS_AFTER_S, at_most_s: float = START_WAIT_S
-    ) -> None:
+    def __init__(self, *, now_s: float, hangs_after_s: float = HANGS_AFTER_S) -> None:
         self._hangs_after_s = hangs_after_s
-        self._give_up_at_s = now_s + at_most_s
+        self._give_up_at_s = now_s + START_WAIT_S
         self._quiet_s = 0.0
         self._seen_steps = 0
         self._at_s = now_s

@@ -15,15 +15,13 @@ from services.router.admission.grpc_connections import GrpcConnections
 log = logging.getLogger(__name__)
 
 
-async def end_keyless(
-    connections: GrpcConnections, counters: Counters, *, listen: str, every_s: float = GRPC_KEYLESS_CHECK_S
-) -> None:
+async def end_keyless(connections: GrpcConnections, counters: Counters, *, listen: str) -> None:
     """Look at the connections that were accepted at HOST:PORT until cancelled."""
     warnings = PacedWarnings(log)
     accepted = await asyncio.to_thread(AcceptedSockets, listen)
     try:
         while True:
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(GRPC_KEYLESS_CHECK_S)
             clients = await asyncio.to_thread(_clients_of, accepted, connections.most_address)
             excess = connections.keyless_excess(clients)
             if not excess:

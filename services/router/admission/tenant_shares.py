@@ -115,11 +115,9 @@ class TenantSlots:
 class TokenSlots:
     """Slots of calls that tokenize or detokenize: a list of tokens takes ten times its message's memory."""
 
-    def __init__(
-        self, texts: TextShares, *, most: int = _TOKEN_CALLS, wait_s: float = _TOKEN_CALL_WAIT_S
-    ) -> None:
+    def __init__(self, texts: TextShares) -> None:
         self._texts = texts
-        self._slots = TenantSlots(most, wait_s=wait_s)
+        self._slots = TenantSlots(_TOKEN_CALLS, wait_s=_TOKEN_CALL_WAIT_S)
 
     @contextlib.asynccontextmanager
     async def serving(self, tenant: str, n_bytes: int) -> AsyncIterator[None]:

@@ -54,16 +54,9 @@ class EventSource(Protocol):
 class EventReader:
     """The queue of one connection."""
 
-    def __init__(
-        self,
-        abort: Callable[[], None],
-        *,
-        max_events: int = MAX_QUEUED_EVENTS,
-        max_bytes: int = MAX_QUEUED_BYTES,
-    ) -> None:
+    def __init__(self, abort: Callable[[], None]) -> None:
         """`abort` ends a write that waits for the client."""
         self._abort = abort
-        self._max_events, self._max_bytes = max_events, max_bytes
         self._events: deque[bytes] = deque()
         self._n_bytes = 0
         self._wake = asyncio.Event()
@@ -73,7 +66,7 @@ class EventReader:
         """Queue an event. A reader whose queue is full is dropped."""
         if self.is_dropped:
             return
-        if len(self._events) >= self._max_events or self._n_bytes + len(event) > self._max_bytes:
+        if len(self._events) >= MAX_QUEUED_EVENTS or self._n_bytes + len(event) > MAX_QUEUED_BYTES:
             self.drop()
             return
         self._events.append(event)
@@ -109,12 +102,10 @@ class EventHub:
         source: EventSource,
         *,
         fleet_every_s: float = _FLEET_S,
-        jobs_every_s: float = _JOBS_S,
         lists_per_s: float = LISTS_PER_S,
     ) -> None:
         self._source = source
         self._fleet_every_s = fleet_every_s
-        self._jobs_every_s = jobs_every_s
         self._list_every_s = 1.0 / lists_per_s
         self._readers: set[EventReader] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -180,7 +171,7 @@ class EventHub:
                 self._send("jobs", await self._source.jobs())
             except Exception:
                 log.exception("the console's events of jobs failed")
-            await asyncio.sleep(self._jobs_every_s)
+            await asyncio.sleep(_JOBS_S)
 
     async def _send_requests(self) -> None:
         while True:

@@ -82,7 +82,6 @@ class JobPuller:
         wall_clock_s: Callable[[], float],
         counters: Counters,
         longest_wait_s: float = LONGEST_WAIT_S,
-        max_running: int = service_bounds.MAX_RUNNING_JOBS,
         heartbeat_s: float = HEARTBEAT_S,
         lease_s: float = LEASE_S,
     ) -> None:
@@ -94,7 +93,6 @@ class JobPuller:
         self._room = room
         self._clock = clock
         self._counters = counters
-        self._max_running = max_running
         self._heartbeat_s = heartbeat_s
         self._watch = OwnerWatch(lease_s)
         self._owner = ""  # "" until it is registered
@@ -176,7 +174,7 @@ class JobPuller:
 
     async def _tick(self) -> None:
         room, n, claimed = self._room(), self._pace(), self.running + len(self._claimed)
-        held = claimed - jobs_allowed(room, max_running=self._max_running)
+        held = claimed - jobs_allowed(room, max_running=service_bounds.MAX_RUNNING_JOBS)
         self._held_since_s = min(self._held_since_s, self._clock()) if held > 0 else math.inf
         held_s = self._clock() - self._held_since_s
         if n_back := jobs_to_give_back(room, claimed=claimed, held=held, held_s=held_s):
@@ -185,7 +183,7 @@ class JobPuller:
         if not self._owner:
             await self._register()
         if n > claimed and await self._leases.has_queued():
-            most = max(n - claimed, min(_CLAIMED_AT_ONCE, self._max_running - claimed))
+            most = max(n - claimed, min(_CLAIMED_AT_ONCE, service_bounds.MAX_RUNNING_JOBS - claimed))
             found = await self._leases.claim(self._owner, most)
             self._counters.add("slipstream_jobs_claimed_total", len(found))
             self._claimed += found
@@ -197,7 +195,9 @@ class JobPuller:
 
     def _pace(self) -> int:
         """Hold and free running jobs; how many may be on workers."""
-        n = jobs_on_workers(self._room(), running=self._on_workers, max_running=self._max_running)
+        n = jobs_on_workers(
+            self._room(), running=self._on_workers, max_running=service_bounds.MAX_RUNNING_JOBS
+        )
         self._executor.limit(n)
         return n
 

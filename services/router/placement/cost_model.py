@@ -34,7 +34,7 @@ _CONVERGED = 0.01
 class RateFit:
     """Rates of one sum, as above. `prior` in milliseconds per unit of each quantity, all positive."""
 
-    def __init__(self, prior: Sequence[float], *, memory_reports: float = MEMORY_REPORTS) -> None:
+    def __init__(self, prior: Sequence[float]) -> None:
         if not prior or min(prior) <= 0:
             raise ValueError("a prior is positive")
         self.reports = 0
@@ -43,7 +43,7 @@ class RateFit:
         self._prior: tuple[float, ...] = ()
         self.set_prior(prior, PRIOR_WEIGHT)
         self._bounds = [(each / MAX_OFF, each * MAX_OFF) for each in prior]
-        self._keep = 1.0 - 1.0 / memory_reports
+        self._keep = 1.0 - 1.0 / MEMORY_REPORTS
         # The normal equations of the quantities in any report so far; the rates of the others stay at their
         # priors.
         self._seen: list[int] = []
