@@ -1,7 +1,6 @@
 """The router's prefix index alone: many long sessions of ten turns, the workers' events as they would come.
 
     python -m bench.cache.prefix_index --json
-    python -m bench.cache.prefix_index --against 616f5e0     # the index of another commit beside it, in turn
 
 All sessions take their first turn, then all their second, at 20 requests a second of a virtual clock. A turn
 adds 200 to 2,000 tokens. For each turn the benchmark looks up the blocks of eight prefill workers, two
@@ -24,14 +23,12 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.another_tree import ROOT, another_tree
 from bench.command_line import bench_parser
 from services.router.prefix_index.index import PrefixIndex
 from slipstream.block_hashes import HASH_BYTES, pack_hashes
@@ -166,15 +163,9 @@ def _rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _in_child(tree: Path, sessions: int, tokens: int, turns: int) -> dict[str, Any]:
+def _in_child(sessions: int, tokens: int, turns: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.cache.prefix_index", "--row", f"{sessions},{tokens}"]
-    done = subprocess.run(
-        [*command, "--turns", str(turns)],
-        cwd=tree,
-        env={**os.environ, "PYTHONPATH": str(tree)},
-        stdout=subprocess.PIPE,
-        check=True,
-    )
+    done = subprocess.run([*command, "--turns", str(turns)], stdout=subprocess.PIPE, check=True)
     row: dict[str, Any] = json.loads(done.stdout)
     return row
 
@@ -184,7 +175,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sessions", default="10,50,200,1000")
     parser.add_argument("--tokens", default="32000,256000", help="of a session's first prompt")
     parser.add_argument("--turns", type=int, default=10, help="of a session, at least 2")
-    parser.add_argument("--against", default="", help="a commit")
     parser.add_argument("--row", default="", help=argparse.SUPPRESS)
     return parser
 
@@ -199,18 +189,13 @@ def main() -> None:
         sessions, tokens = map(int, arguments.row.split(","))
         print(json.dumps(run(sessions=sessions, tokens=tokens, turns=arguments.turns)))
         return
-    with tempfile.TemporaryDirectory(prefix="prefix-index-") as folder:
-        trees = {"now": ROOT}
-        if arguments.against:
-            trees[arguments.against] = another_tree(arguments.against, Path(folder), benchmark=Path(__file__))
-        report: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
-        for tokens in map(int, arguments.tokens.split(",")):
-            for sessions in map(int, arguments.sessions.split(",")):
-                for name, tree in trees.items():
-                    row = _in_child(tree, sessions, tokens, arguments.turns)
-                    report[name].append(row)
-                    if not arguments.json:
-                        print(name, json.dumps(row), flush=True)
+    report: list[dict[str, Any]] = []
+    for tokens in map(int, arguments.tokens.split(",")):
+        for sessions in map(int, arguments.sessions.split(",")):
+            row = _in_child(sessions, tokens, arguments.turns)
+            report.append(row)
+            if not arguments.json:
+                print(json.dumps(row), flush=True)
     if arguments.json:
         print(json.dumps(report, indent=1))
 

@@ -1,40 +1,34 @@
 """The router's memory of conversations alone: what a turn costs, by the messages before it.
 
     python -m bench.cache.token_cache --json
-    python -m bench.cache.token_cache --against d10606f     # the router of another commit beside it, in turn
 
 A turn brings an answer and the next message, of 20 words each (`--words`), to a conversation of so many
 messages; a conversation of none is a single message of 60 new words. "agent" conversations are
 one loop of tools, with thinking: every second message is an answer with reasoning and a call, the others are
 results. A turn is parsed from JSON as a request is, which is not counted; counted are rendering, finding,
-encoding, putting ids together and hashes. Prints for each kind and length, for each side
-
-    turn_us     CPU of a turn, median of all rounds
-    ratio       of this tree's to the other's, median of the rounds' own
-
-Both sides are processes that take turns, a few turns each round.
+encoding, putting ids together and hashes. Prints `turn_us` for each kind and length: the CPU of a turn, the
+median of all rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import random
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import IO, Any
+from typing import Any
 
-from bench.another_tree import ROOT, another_tree
 from bench.command_line import bench_parser
+from libs.common.block_hash import tenant_salt
+from services.router.request.conversations.token_cache import TokenCache
+from services.router.request.model_card import load_model_card
+from services.router.request.prompt import PromptDraft
+from services.router.request.types import ChatInput, GenerationRequest
 
+ROOT = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS = 64
 _FIRST_WORDS = 60
 _TENANT = "t"
@@ -77,10 +71,6 @@ class FilledCache:
     """A memory with the conversations that a row needs."""
 
     def __init__(self, *, words: int) -> None:
-        from libs.common.block_hash import tenant_salt
-        from services.router.request.conversations.token_cache import TokenCache
-        from services.router.request.model_card import load_model_card
-
         self._words = words
         card = load_model_card(ROOT / "models" / "slipstream-mini")
         self._card = replace(card, model_context_tokens=1 << 24)
@@ -112,75 +102,22 @@ class FilledCache:
         return parsed
 
     def _run(self, messages: list[Message], *, thinking: bool) -> None:
-        from services.router.request.prompt import PromptDraft
-        from services.router.request.types import ChatInput, GenerationRequest
-
         request = GenerationRequest(ChatInput(messages=messages, thinking=thinking))
         draft = PromptDraft.of(request, self._card, self._memory, tenant=_TENANT)
         prompt = draft.finish(draft.encode(), request_id="r")
         prompt.chain(root=b"r" * 16, salt=self._salt, block_tokens=BLOCK_TOKENS)
 
 
-def _serve(words: int) -> None:
-    side = FilledCache(words=words)
-    for line in sys.stdin:
-        kind, messages, n = line.split()
-        print(side.turns(kind, int(messages), int(n)), flush=True)
-
-
-@contextlib.contextmanager
-def _child(tree: Path, words: int) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "bench.cache.token_cache", "--serve", "--words", str(words)]
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    with subprocess.Popen(
-        command, cwd=tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
-        try:
-            yield child
-        finally:
-            _pipe(child.stdin).close()
-
-
-def _pipe(end: IO[str] | None) -> IO[str]:
-    assert end is not None
-    return end
-
-
-def _ask(child: subprocess.Popen[str], kind: str, messages: int, n: int) -> float:
-    stdin = _pipe(child.stdin)
-    stdin.write(f"{kind} {messages} {n}\n")
-    stdin.flush()
-    return float(_pipe(child.stdout).readline())
-
-
-def rows(
-    trees: dict[str, Path], kinds: list[tuple[str, int]], *, rounds: int, turns: int, words: int
-) -> list[dict[str, Any]]:
-    """A row for each kind and length. The first of `trees` is the one that others are compared with."""
-    with contextlib.ExitStack() as stack:
-        children = {name: stack.enter_context(_child(tree, words)) for name, tree in trees.items()}
-        found: list[dict[str, Any]] = []
-        for kind, messages in kinds:
-            n = turns if messages else 20 * turns  # a short one is over before a clock has moved
-            us: dict[str, list[float]] = {name: [] for name in trees}
-            for child in children.values():
-                _ask(child, kind, messages, 1)
-            for round_ in range(rounds):
-                for name in sorted(trees, reverse=bool(round_ % 2)):
-                    us[name].append(_ask(children[name], kind, messages, n))
-            this, *others = us
-            found.append(
-                {
-                    "kind": kind,
-                    "messages": messages,
-                    "turn_us": {name: round(median(values), 1) for name, values in us.items()},
-                    "ratio": {
-                        name: round(median(a / b for a, b in zip(us[this], us[name], strict=True)), 3)
-                        for name in others
-                    },
-                }
-            )
-        return found
+def rows(kinds: list[tuple[str, int]], *, rounds: int, turns: int, words: int) -> list[dict[str, Any]]:
+    """A row for each kind and length."""
+    cache = FilledCache(words=words)
+    found: list[dict[str, Any]] = []
+    for kind, messages in kinds:
+        n = turns if messages else 20 * turns  # a short one is over before a clock has moved
+        cache.turns(kind, messages, 1)
+        us = [cache.turns(kind, messages, n) for _ in range(rounds)]
+        found.append({"kind": kind, "messages": messages, "turn_us": round(median(us), 1)})
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -190,24 +127,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--words", type=int, default=20, help="of a message")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--turns", type=int, default=10, help="in a row, of a round")
-    parser.add_argument("--against", default="", help="a commit")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
 def main() -> None:
     """See the module's text."""
     arguments = _parser().parse_args()
-    if arguments.serve:
-        _serve(arguments.words)
-        return
     kinds = [(k, int(n)) for k in arguments.kinds.split(",") for n in arguments.messages.split(",")]
     kinds = [(kind, n) for kind, n in kinds if n or kind == "chat"]
-    with tempfile.TemporaryDirectory(prefix="token-memory-") as folder:
-        trees = {"now": ROOT}
-        if arguments.against:
-            trees[arguments.against] = another_tree(arguments.against, Path(folder), benchmark=Path(__file__))
-        found = rows(trees, kinds, rounds=arguments.rounds, turns=arguments.turns, words=arguments.words)
+    found = rows(kinds, rounds=arguments.rounds, turns=arguments.turns, words=arguments.words)
     if arguments.json:
         print(json.dumps(found, indent=1))
         return

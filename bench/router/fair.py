@@ -1,7 +1,6 @@
 """What one tenant's streams cost another tenant: its time to the first token, alone and beside them.
 
-    python -m bench.router.fair                       # this tree
-    python -m bench.router.fair --before 648e7e7d     # another commit, then this tree, in turn
+    python -m bench.router.fair --json
 
 Fake workers answer at a set pace behind a real router, so the router is what the tenants share. The heavy
 tenant opens `--streams` long streams with the log probabilities of 20 tokens, and reads them all: a token of
@@ -17,10 +16,7 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import re
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +26,6 @@ from typing import Any
 
 import aiohttp
 
-from bench.another_tree import another_tree
 from bench.command_line import bench_parser, print_report
 from bench.request_log import percentiles
 from bench.router.rig import FakePace, fake_cluster
@@ -39,7 +34,6 @@ from slipstream.credentials.api_key_file import add_key
 _PACE = FakePace(prefill_ms=10.0, step_ms=20.0)
 _MOST_S = 20.0  # for the requests of the light tenant, alone or beside
 PARTS = {"streams": 4.0, "places": 0.5}  # places of the router for each stream of the heavy tenant
-_FILES = ("bench/fakes/worker.py", "bench/router/rig.py")  # that another tree needs beside this file
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -49,8 +43,6 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=40, help="of the light tenant, alone and beside")
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
     parser.add_argument("--fill-s", type=float, default=5.0, help="with all streams, before the measurement")
-    parser.add_argument("--before", metavar="COMMIT", help="measure another commit too")
-    parser.add_argument("--rounds", type=int, default=1, help="with --before: of both, in turn")
     parser.add_argument("--heavy", nargs=2, metavar=("ENDPOINT", "KEY"), help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -138,40 +130,11 @@ async def measure(options: argparse.Namespace, *, max_requests: int) -> dict[str
 
 
 async def measure_parts(options: argparse.Namespace) -> dict[str, Any]:
-    """The chosen parts with this tree."""
+    """The chosen parts."""
     return {
         part: await measure(options, max_requests=int(PARTS[part] * options.streams))
         for part in options.parts
     }
-
-
-def _measure_tree(tree: Path, options: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.router.fair", "--json", "--streams", str(options.streams)]
-    command += ["--requests", str(options.requests), "--fill-s", str(options.fill_s)]
-    command += ["--parts", ",".join(options.parts)]
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    done = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Both trees in turn, with the medians of the rounds' ratios."""
-    here = Path(__file__).resolve().parent.parent.parent
-    with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
-        before = another_tree(options.before, Path(folder), benchmark=Path(__file__))
-        for name in _FILES:
-            (before / name).write_bytes((here / name).read_bytes())
-        rounds = [
-            (_measure_tree(before, options), _measure_tree(here, options)) for _ in range(options.rounds)
-        ]
-    found: dict[str, Any] = {"rounds": [{"before": then, "now": now} for then, now in rounds]}
-    for part in options.parts:
-        for p in ("ratio_p50", "ratio_p99"):
-            for name, side in (("before", 0), ("now", 1)):
-                of_rounds = [of_both[side][part][p] for of_both in rounds]
-                found.setdefault(part, {})[f"{p}_{name}"] = statistics.median(of_rounds)
-    return found
 
 
 def main() -> None:
@@ -181,8 +144,7 @@ def main() -> None:
         endpoint, key = options.heavy
         asyncio.run(_heavy(endpoint, key, options.streams))
         return
-    found = compare(options) if options.before else asyncio.run(measure_parts(options))
-    print_report(found, as_json=options.json)
+    print_report(asyncio.run(measure_parts(options)), as_json=options.json)
 
 
 if __name__ == "__main__":
