@@ -26,13 +26,13 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from bench.command_line import bench_parser
 from services.router.prefix_index.index import PrefixIndex
 from slipstream.block_hashes import HASH_BYTES, pack_hashes
 from slipstream.v1 import common_pb2, kv_events_pb2
+from supervisor.process_stats import resident_bytes
 
 BLOCK_TOKENS = 64
 PREFILL = tuple(f"p{i}" for i in range(8))
@@ -97,7 +97,7 @@ def run(*, sessions: int, tokens: int, turns: int) -> dict[str, Any]:
     """One row."""
     rng = random.Random(sessions * tokens)
     talks = [Session(number, tokens, turns, rng) for number in range(sessions)]
-    before_bytes = _rss_bytes()
+    before_bytes = resident_bytes(os.getpid())
     index = PrefixIndex()
     feeds = {name: Feed(index, name) for name in (*PREFILL, *STORES)}
     now_s, right = 0.0, 0
@@ -134,7 +134,7 @@ def run(*, sessions: int, tokens: int, turns: int) -> dict[str, Any]:
                     for name in (*PREFILL, *STORES)
                 )
                 talk.blocks = len(prompt)
-    grown = _rss_bytes() - before_bytes
+    grown = resident_bytes(os.getpid()) - before_bytes
     blocks = sum(talk.blocks for talk in talks)
     return {
         "sessions": sessions,
@@ -157,10 +157,6 @@ def _summary(values: list[float]) -> dict[str, float]:
         "p99": round(ordered[len(ordered) * 99 // 100], 1),
         "mean": round(sum(ordered) / len(ordered), 1),
     }
-
-
-def _rss_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _in_child(sessions: int, tokens: int, turns: int) -> dict[str, Any]:
