@@ -45,8 +45,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.operator_access import operator_dial
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 from supervisor.cluster import ClusterSupervisor
-from supervisor.cluster_options import DEFAULT_MODEL
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.plan import ClusterConfig
 
 STAGES = ("queued", "prefill", "pull", "decode", "restore")
 WAYS = ("cancel", "abort")

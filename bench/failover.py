@@ -40,7 +40,7 @@ from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
 from slipstream.operator_access import operator_dial
 from supervisor.cluster import ClusterSupervisor
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.plan import ClusterConfig
 
 _FAKE = ["--engine", "fake", "--fake-pace-s", "0.0003", "--kv-memory-bytes", str(64 << 20)]
 _FAILED_ATTEMPT = re.compile(r"^(\S+) WARNING \S+ services\.router\.[\w.]+: \S+ attempt \d+: ")

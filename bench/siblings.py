@@ -20,7 +20,7 @@ from bench.command_line import bench_parser, print_report
 from libs.engine.core.build import EngineOptions, build_engine
 from libs.engine.core.engine import PagedEngine
 from libs.engine.step.types import SamplingParams, SequenceSpec
-from supervisor.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.cluster_options import DEFAULT_MODEL
 
 
 def run_round(engine: PagedEngine, prompts: list[np.ndarray]) -> tuple[float, int]:

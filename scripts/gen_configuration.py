@@ -16,7 +16,7 @@ from libs.worker.process.settings import EngineSettings, WorkerSettings
 from services.decode.settings import DecodeSettings
 from services.kvstore.settings import NodeSettings
 from services.router.settings import RouterSettings
-from supervisor.cluster_file import UpSettings
+from supervisor.configuration.cluster_file import UpSettings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 _HEAD = """# Configuration

@@ -32,12 +32,19 @@ from slipstream.errors import DeadlineExceeded, FailedPrecondition, NotFound, Un
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.tls import TlsFiles
 from supervisor import process_stats, run_directory
-from supervisor.config_check import check_config, exposed_secrets
+from supervisor.configuration.config_check import check_config, exposed_secrets
+from supervisor.configuration.plan import (
+    ETCD,
+    ClusterConfig,
+    ProcessPlan,
+    plan_services,
+    ports_needed,
+    thread_limits,
+)
 from supervisor.etcd import etcd_binary, etcd_command
 from supervisor.forking.launcher import ProcessLauncher, open_launcher
 from supervisor.health import until_etcd_ready, until_grpc_ready, until_pool_ready
 from supervisor.logs import ProcessLogs
-from supervisor.plan import ETCD, ClusterConfig, ProcessPlan, plan_services, ports_needed, thread_limits
 from supervisor.pool import POOL_MASTER, plan_masters, pool_ports_needed, with_masters
 from supervisor.ports import free_ports
 from supervisor.process import SupervisedProcess, service_environment

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from libs.common.cluster.worker_record import Role
 from slipstream.errors import FailedPrecondition
-from supervisor.plan import ClusterConfig, ProcessPlan
+from supervisor.configuration.plan import ClusterConfig, ProcessPlan
 
 POOL_MASTER = "pool-master"
 # A node that is silent for so long has left the pool, with what it held.

@@ -14,10 +14,10 @@ from libs.common.cluster.exit_reports import MODEL_UNUSABLE, count_oom_kills, is
 from libs.common.cluster.worker_service import INCARNATION_VARIABLE, new_incarnation
 from services import GRPC_VERBOSITY
 from slipstream.errors import FailedPrecondition
+from supervisor.configuration.plan import ProcessPlan
 from supervisor.forking.forked_process import reap_group
 from supervisor.forking.launcher import ProcessLauncher, RunningProcess
 from supervisor.logs import ProcessLogs
-from supervisor.plan import ProcessPlan
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from libs.common.cluster.worker_record import Role
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.plan import ClusterConfig
 from tests.support.clusters.local_cluster import LocalCluster
 
 FAKE = ("--engine", "fake")

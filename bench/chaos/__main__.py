@@ -51,7 +51,7 @@ from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
 from slipstream.operator_access import operator_dial
 from supervisor.cluster import ClusterSupervisor
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.plan import ClusterConfig
 
 N_PROMPTS = 24
 _SAMPLE_S = 5.0

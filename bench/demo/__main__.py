@@ -30,8 +30,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.operator_access import operator_dial
 from slipstream.replies import Reply
 from supervisor.cluster import ClusterSupervisor
-from supervisor.config_check import why_no_mooncake
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.config_check import why_no_mooncake
+from supervisor.configuration.plan import ClusterConfig
 
 SESSION = "demo"
 MAX_CALLS_A_TURN = 3

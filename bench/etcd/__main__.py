@@ -38,7 +38,7 @@ from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.messages import PrefixChanges
 from libs.common.etcd.watch import watch_prefix
 from supervisor.cluster import ClusterSupervisor
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.plan import ClusterConfig
 
 _SAMPLE_S = 5.0
 # Etcd compacts every 5 minutes, from the sixth minute on, and then keeps the revisions of the last five.

@@ -33,7 +33,7 @@ from bench.progress import say
 from libs.common.cluster.worker_record import Role
 from slipstream.operator_access import operator_dial
 from supervisor.cluster import ClusterSupervisor
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.plan import ClusterConfig
 from supervisor.process_stats import resident_bytes
 
 MAX_GROWTH_MB = 20.0

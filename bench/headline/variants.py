@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.headline.agents import RequestOptions
 from libs.common.cluster.worker_record import Role
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.plan import ClusterConfig
 
 
 @dataclass(frozen=True, slots=True)

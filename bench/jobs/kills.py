@@ -31,7 +31,7 @@ from slipstream.async_client import AsyncClient
 from slipstream.errors import SlipstreamError
 from slipstream.jobs.messages import JobOptions
 from supervisor.cluster import ClusterSupervisor
-from supervisor.plan import DATABASE_NAME, ClusterConfig
+from supervisor.configuration.plan import DATABASE_NAME, ClusterConfig
 from tests.support.processes.postgres import PostgresServer
 
 _SUBMITTED_AT_ONCE = 250

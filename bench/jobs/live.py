@@ -15,7 +15,7 @@ from bench.serve.workloads import WORDS, measure
 from slipstream.async_client import AsyncClient
 from slipstream.jobs.messages import JobOptions
 from supervisor.cluster import ClusterSupervisor
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.plan import ClusterConfig
 
 
 async def measure_live(options: argparse.Namespace) -> dict[str, object]:

@@ -26,7 +26,7 @@ from bench.command_line import bench_parser
 from bench.keyless.client import KeylessClient, KeylessGrpcClient, KeylessHttpClient
 from slipstream import bounds
 from slipstream.credentials.api_key_file import add_key
-from supervisor.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.cluster_options import DEFAULT_MODEL
 
 APIS: dict[str, type[KeylessClient]] = {"grpc": KeylessGrpcClient, "http": KeylessHttpClient}
 # A router has taken its memory when its start is over.

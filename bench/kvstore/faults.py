@@ -37,7 +37,7 @@ from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
 from slipstream.operator_access import operator_dial
 from supervisor.cluster import ClusterSupervisor
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.plan import ClusterConfig
 
 STORE, WORKER = "kvstore-0", "prefill-0"
 HANG_S = 5.0

@@ -35,7 +35,7 @@ from bench.serve.workloads import WORDS
 from slipstream.async_client import AsyncClient
 from slipstream.operator_access import operator_dial
 from supervisor.cluster import ClusterSupervisor
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.plan import ClusterConfig
 
 FIRST, OTHER, STORE = "prefill-0", "prefill-1", "kvstore-0"
 SCENARIOS = ("nothing", "worker", "dram", "nvme")

@@ -43,7 +43,7 @@ from slipstream.operator_access import operator_dial
 from slipstream.rpc.dial import dial
 from slipstream.v1 import router_pb2
 from supervisor.cluster import ClusterSupervisor
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.plan import ClusterConfig
 
 Report = dict[str, Any]
 LOADS = (0.7, 1.0, 1.5, 10.0)

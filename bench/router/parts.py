@@ -18,7 +18,7 @@ from bench.router.smg import SmgUnderTest
 from bench.router.stream import StreamLog
 from bench.serve.workloads import WORDS
 from libs.text.tokenizer import Tokenizer
-from supervisor.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.cluster_options import DEFAULT_MODEL
 
 Report = dict[str, Any]
 _DIRECT_PROMPT = range(100, 200)

@@ -19,8 +19,8 @@ from libs.common.cluster.fingerprint import TEMPLATE, Fingerprint, tokenizer_dig
 from libs.common.cluster.worker_record import Role
 from slipstream.operator_access import operator_dial
 from supervisor.cluster import ClusterSupervisor
-from supervisor.cluster_options import DEFAULT_MODEL
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.plan import ClusterConfig
 
 CONTEXT_TOKENS = 1 << 18
 BLOCK_TOKENS = 64

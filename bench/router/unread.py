@@ -41,7 +41,7 @@ from services.router.request.model_card import load_model_card
 from slipstream.credentials.api_key_file import add_key
 from slipstream.operator_access import operator_dial
 from supervisor.cluster import ClusterSupervisor
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.plan import ClusterConfig
 
 _BUFFER_BYTES = 4096
 _N_ALONE = 60

@@ -45,8 +45,8 @@ from slipstream.async_client import AsyncClient
 from slipstream.cluster_record import ClusterRecord
 from slipstream.errors import SlipstreamError
 from supervisor.cluster import ClusterSupervisor
-from supervisor.cluster_options import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.cluster_options import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL
+from supervisor.configuration.plan import ClusterConfig
 
 _PROMPT_TOKENS = 128  # of the closed-loop workload
 

@@ -23,8 +23,8 @@ from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
 from slipstream.cluster_record import ClusterRecord
 from supervisor.cluster import ClusterSupervisor
-from supervisor.cluster_options import DEFAULT_DRAFT_MODEL
-from supervisor.plan import DRAFTERS, DRAFTS, REMOTE, ClusterConfig
+from supervisor.configuration.cluster_options import DEFAULT_DRAFT_MODEL
+from supervisor.configuration.plan import DRAFTERS, DRAFTS, REMOTE, ClusterConfig
 
 _WARM_TURNS = 4
 

@@ -27,8 +27,8 @@ from bench.process_memory import pss_bytes
 from libs.common.cluster.worker_record import Role
 from supervisor import process_stats
 from supervisor.cluster import ClusterSupervisor
+from supervisor.configuration.plan import ClusterConfig
 from supervisor.forking.starts import STARTS
-from supervisor.plan import ClusterConfig
 
 _WORKER = "decode-0"
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

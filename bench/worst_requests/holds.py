@@ -38,7 +38,7 @@ from services.router.request.types import ChatInput, GenerationRequest
 from services.router.request.validation import validate
 from slipstream import bounds
 from slipstream.errors import SlipstreamError
-from supervisor.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.cluster_options import DEFAULT_MODEL
 
 AIM_MS = 50.0
 CONTEXT_TOKENS = 1 << 18  # of Kimi-K2.5

@@ -28,7 +28,7 @@ from slipstream.cli.options import (
     check_one_process,
 )
 from slipstream.errors import InvalidArgument
-from supervisor.cluster_options import ClusterOptions, flags_of
+from supervisor.configuration.cluster_options import ClusterOptions, flags_of
 
 
 def _up(

@@ -37,7 +37,7 @@ def check(
 ) -> None:
     """Check every section, key and value of a file. Exit code 1 for what a service would refuse."""
     from libs.common.runtime.config_file import read_sections
-    from supervisor.cluster_file import sections_values
+    from supervisor.configuration.cluster_file import sections_values
 
     try:
         sections = read_sections(file)
@@ -67,7 +67,7 @@ def show(
 
     Flags go before variables (SLIPSTREAM_*), these before the file, the file before defaults.
     """
-    from supervisor.cluster_file import SETTINGS
+    from supervisor.configuration.cluster_file import SETTINGS
 
     tiers = list(tier or SETTINGS)
     for name in tiers:
@@ -95,7 +95,7 @@ def effective_settings(
     from libs.common.cluster.worker_record import Role
     from libs.common.runtime.loading import find_settings, parse_flags
     from libs.common.runtime.settings import rows
-    from supervisor.cluster_file import SETTINGS
+    from supervisor.configuration.cluster_file import SETTINGS
 
     kind = SETTINGS[Role(tier)]
     given = parse_flags(kind, flags, program=f"slipstream config show: --flag of {tier}")

@@ -15,16 +15,16 @@ from libs.common.runtime.memory_limit import memory_limit_bytes
 from slipstream.cli.options import tls_from
 from slipstream.errors import InvalidArgument
 from supervisor.cluster import ClusterSupervisor
-from supervisor.cluster_file import ClusterFile
-from supervisor.cluster_options import (
+from supervisor.configuration.cluster_file import ClusterFile
+from supervisor.configuration.cluster_options import (
     ANY_PORT,
     DEFAULT_DRAFT_MODEL,
     DEFAULT_MODEL,
     ClusterOptions,
     WorkerSizes,
 )
-from supervisor.plan import LOCAL, ClusterConfig
-from supervisor.worker_sizes import check_devices, check_memory
+from supervisor.configuration.plan import LOCAL, ClusterConfig
+from supervisor.configuration.worker_sizes import check_devices, check_memory
 
 
 def say(line: str) -> None:

@@ -12,7 +12,7 @@ from slipstream.logs.lines import LineFormat, RecordFormatter
 
 
 def test_detection_is_the_first_failed_attempt_after_the_signal(tmp_path: Path) -> None:
-    name = "services.router.execution.retry_loop"
+    name = "services.router.execution.attempts.retry_loop"
     formatter = RecordFormatter(LineFormat("router", "router-0"))
     lines = []
     for at_s, text in (

@@ -12,7 +12,7 @@ from bench.serve import __main__ as serve
 from bench.serve.drafts import DraftsWay, sample_of, speed_ratio
 from bench.serve.prompt_lengths import as_table, long_context_model, report_of
 from libs.text.tokenizer import Tokenizer
-from supervisor.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.cluster_options import DEFAULT_MODEL
 from tests.support.processes.etcd_process import free_port
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.plan import ClusterConfig
 from tests.clients.client_scripts import HERE, NODE_MODULES, RESULTS, ROOT, SCENARIOS, SCRIPTS, ClientScript
 from tests.clients.results_table import PAGE, render
 from tests.support.clusters.local_cluster import LocalCluster

@@ -15,7 +15,7 @@ import pytest
 
 from bench.faults.fault_load import Answer, FaultRequest, mixed_requests
 from libs.common.cluster.worker_record import Role
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.plan import ClusterConfig
 from tests.support.clusters.disturbance import undisturbed
 from tests.support.clusters.fake_engines import fake_engine_config
 from tests.support.clusters.local_cluster import LocalCluster

@@ -6,7 +6,7 @@ import pytest
 
 from libs.common.cluster.worker_record import Role
 from libs.common.runtime.settings import rows
-from supervisor.cluster_file import SETTINGS
+from supervisor.configuration.cluster_file import SETTINGS
 from tests.k8s.renders import RENDERS, TIERS, PodTemplate, of_kind, pods, render, selects, services_of
 
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")

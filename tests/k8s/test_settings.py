@@ -23,8 +23,8 @@ from libs.planner.read_shape import read_shape
 from libs.worker.process.settings import EngineSettings
 from services.decode.settings import DecodeSettings
 from services.router.settings import RouterSettings
-from supervisor.cluster_file import SETTINGS
-from supervisor.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.cluster_file import SETTINGS
+from supervisor.configuration.cluster_options import DEFAULT_MODEL
 from tests.k8s.renders import K8S, RENDERS, TIERS, PodTemplate, config_maps, render, services_of
 from tests.planner.shapes import kimi
 

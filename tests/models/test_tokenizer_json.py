@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from libs.text.tokenizer import Tokenizer
-from supervisor.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.cluster_options import DEFAULT_MODEL
 
 _LETTERS = "abc XYZ'sT \n\t\r.,!?{}\"01239üÜ你好مرحباǅʰ\u0301\u200d\U0001f600ſ\u212a<|>"
 

@@ -55,8 +55,8 @@ def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
         "workers.connection._STATUS_TIMEOUT_S",
         "execution.dispatcher.PREDICTED_TTL_S",
         "execution.dispatcher.DECODE_HELD_S",
-        "execution.attempt.RELEASE_TIMEOUT_S",
-        "execution.attempt._LAST_DELTA_TIMEOUT_S",
+        "execution.attempts.attempt.RELEASE_TIMEOUT_S",
+        "execution.attempts.attempt._LAST_DELTA_TIMEOUT_S",
     ):
         monkeypatch.setattr(f"services.router.{name}", WAIT_S)
 

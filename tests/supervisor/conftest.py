@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.plan import ClusterConfig
 from tests.support.clusters.fake_cluster import fake_config
 
 

@@ -23,9 +23,10 @@ from slipstream.errors import (
     NotFound,
     SlipstreamError,
 )
-from supervisor import config_check, process_stats
+from supervisor import process_stats
 from supervisor.cluster import ClusterSupervisor
-from supervisor.cluster_options import DEFAULT_MODEL
+from supervisor.configuration import config_check
+from supervisor.configuration.cluster_options import DEFAULT_MODEL
 from tests.supervisor.conftest import FakeCluster
 from tests.support.clusters.supervised import supervised
 from tests.support.processes.etcd_process import EtcdProcess, free_port

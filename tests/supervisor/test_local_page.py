@@ -11,7 +11,7 @@ from libs.common.runtime.process_settings import ServiceSettings
 from libs.common.runtime.settings import rows
 from libs.worker.process.settings import EngineSettings
 from services.router.settings import RouterSettings
-from supervisor.cluster_options import ROOT
+from supervisor.configuration.cluster_options import ROOT
 
 KINDS: dict[str, type[ServiceSettings]] = {"prefill": EngineSettings, "router": RouterSettings}
 PAGE = (ROOT / "deploy" / "local" / "README.md").read_text()

@@ -18,10 +18,10 @@ from slipstream.cluster_record import secret_file
 from slipstream.errors import InvalidArgument
 from slipstream.rpc.cluster_secret import ClusterSecret
 from supervisor.cluster import ClusterSupervisor
-from supervisor.cluster_file import SETTINGS
-from supervisor.cluster_options import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ROOT
 from supervisor.commands.up import with_file
-from supervisor.plan import ClusterConfig, plan_services
+from supervisor.configuration.cluster_file import SETTINGS
+from supervisor.configuration.cluster_options import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ROOT
+from supervisor.configuration.plan import ClusterConfig, plan_services
 from tests.support.clusters.fake_engines import fake_engine_config
 from tests.support.network.ports import OwnPorts
 

@@ -12,7 +12,7 @@ import pytest
 from libs.common.cluster.worker_record import Role
 from slipstream.errors import FailedPrecondition, InvalidArgument
 from supervisor.commands.drain import drain_process
-from supervisor.plan import ClusterConfig, plan_services, ports_needed
+from supervisor.configuration.plan import ClusterConfig, plan_services, ports_needed
 from supervisor.pool import POOL_MASTER, master_binary, plan_masters, pool_ports_needed
 from tests.supervisor.conftest import FakeCluster
 from tests.support.clusters.supervised import supervised

@@ -14,8 +14,8 @@ from libs.common.cluster.exit_reports import MODEL_UNUSABLE
 from libs.common.cluster.worker_record import Role
 from libs.common.cluster.worker_service import INCARNATION_VARIABLE
 from slipstream.errors import FailedPrecondition
+from supervisor.configuration.plan import ProcessPlan
 from supervisor.logs import ProcessLogs
-from supervisor.plan import ProcessPlan
 from supervisor.process import ProcessState, SupervisedProcess
 from tests.support.processes.launching import session_launcher
 

@@ -21,9 +21,9 @@ from slipstream.enum_names import role_name
 from slipstream.operator_access import operator_dial
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 from supervisor.cluster import ClusterSupervisor
-from supervisor.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.plan import ClusterConfig
 from supervisor.forking.starts import STARTS
-from supervisor.plan import ClusterConfig
 from tests.support.network.ports import OwnPorts
 from tests.support.processes.process_checks import mentioning
 

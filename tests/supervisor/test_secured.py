@@ -25,9 +25,9 @@ from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import dial
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 from supervisor.cluster import ClusterSupervisor
-from supervisor.cluster_options import DEFAULT_MODEL
 from supervisor.commands.status import show_status
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.plan import ClusterConfig
 from tests.support.clusters.supervised import supervised
 from tests.support.processes.etcd_process import EtcdProcess
 from tests.support.tls.authority import Authority

@@ -13,16 +13,16 @@ from libs.common.telemetry import tracing
 from libs.text.tool_declaration import cached_tools_text, tools_text
 from services.router.admission.gate import AdmissionTicket
 from services.router.execution.attempt_types import AttemptSpec
+from services.router.execution.attempts.hedging import AttemptEnd
+from services.router.execution.attempts.retry_loop import run_attempts
+from services.router.execution.attempts.worker_selection import await_fingerprint
 from services.router.execution.context import RouterContext
 from services.router.execution.event_queue import ResponseQueue
-from services.router.execution.hedging import AttemptEnd
 from services.router.execution.output_processor import OutputProcessor
 from services.router.execution.policies.context_room import OutputWish, list_output_lengths
 from services.router.execution.policies.job_holds import JobHold
 from services.router.execution.request_state import RequestState
 from services.router.execution.request_stats import CountedTokens, StatsRecorder
-from services.router.execution.retry_loop import run_attempts
-from services.router.execution.worker_selection import await_fingerprint
 from services.router.metering.metering import MeteredRequest
 from services.router.placement.types import PlacementDecision
 from services.router.recording.timeline import RequestTimeline

@@ -10,7 +10,7 @@ Nearly all bounds of slipstream/bounds.py are checked at these places (files bel
     values    RequestManager.begin -> check_caller, check_values; those of a job before it is stored:
               AnswerExecutor.check (api/jobs/executor.py) -> check_values
     context   encode_prompt -> PromptDraft.finish -> check_context, once the prompt is encoded;
-              what the workers that are there take: select_workers (execution/worker_selection.py)
+              what the workers that are there take: select_workers (execution/attempts/worker_selection.py)
     workers   parse_prompt, parse_sampling (libs/worker/requests/request_spec.py): they trust no router
 """
 

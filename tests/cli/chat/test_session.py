@@ -16,7 +16,7 @@ from slipstream.cli.client_access import ClientAccess
 from slipstream.errors import InvalidArgument, NotFound, Overloaded, Unauthenticated
 from slipstream.rpc.rpc_errors import to_status
 from slipstream.v1 import common_pb2, fleet_pb2, router_pb2, router_pb2_grpc
-from supervisor.cluster_options import ROOT
+from supervisor.configuration.cluster_options import ROOT
 from tests.cli.chat.terminal import chat_in_a_terminal
 from tests.cli.fleet.fleet_port import FleetPort, process
 from tests.support.stubs.blocking_router import serving

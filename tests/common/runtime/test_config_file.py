@@ -15,7 +15,7 @@ from libs.common.runtime.settings import rows
 from libs.common.service_bounds import MAX_CONFIGURATION_BYTES
 from services.decode.settings import DecodeSettings
 from services.kvstore.settings import NodeSettings
-from supervisor.cluster_file import SETTINGS
+from supervisor.configuration.cluster_file import SETTINGS
 
 
 def values(

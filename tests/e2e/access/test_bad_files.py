@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.cluster_options import DEFAULT_MODEL
 from tests.support.processes.launching import run_service
 from tests.support.tls.authority import Authority
 

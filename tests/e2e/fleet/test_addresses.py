@@ -23,9 +23,9 @@ from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import dial
 from slipstream.rpc.peer_token import TokenMinter
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
-from supervisor.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.plan import thread_limits
 from supervisor.forking.launcher import RunningProcess
-from supervisor.plan import thread_limits
 from supervisor.process import service_environment
 from tests.support.network.late_names import LateNames
 from tests.support.processes.etcd_process import EtcdProcess

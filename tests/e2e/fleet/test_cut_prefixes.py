@@ -13,7 +13,7 @@ import pytest
 from libs.engine.core.build import EngineOptions, build_engine
 from libs.engine.core.engine import PagedEngine
 from libs.text.tokenizer import Tokenizer
-from supervisor.cluster_options import DEFAULT_MODEL, WorkerSizes
+from supervisor.configuration.cluster_options import DEFAULT_MODEL, WorkerSizes
 from tests.e2e.fleet.test_parallel import ranks
 from tests.e2e.kv.placed_chat import TEXT, plain_config
 from tests.engine.support import generate, make_spec

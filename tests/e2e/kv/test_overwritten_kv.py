@@ -10,7 +10,7 @@ import pytest
 
 from libs.common.cluster.worker_record import Role
 from slipstream.replies import Reply
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.plan import ClusterConfig
 from tests.e2e.kv.placed_chat import TEXT, ask_at
 from tests.support.clusters.local_cluster import LocalCluster, until
 from tests.support.processes.kv_attack import attacked

@@ -14,7 +14,7 @@ from bench.demo.script import SYSTEM_PROMPT, TOOLS, TURNS, run_tool
 from libs.common.telemetry.metric_tables.table import SERVICES, metrics_of
 from libs.text.tokenizer import Tokenizer
 from slipstream.replies import Reply
-from supervisor.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.cluster_options import DEFAULT_MODEL
 from tests.support.clusters.local_cluster import LocalCluster, until
 
 PIN = "x-slipstream-prefill"

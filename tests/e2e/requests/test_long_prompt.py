@@ -10,8 +10,8 @@ import pytest
 from bench.serve.prompt_lengths import long_context_model, words_of
 from libs.engine.core.build import EngineOptions, build_engine
 from libs.text.tokenizer import Tokenizer
-from supervisor.cluster_options import DEFAULT_MODEL
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.plan import ClusterConfig
 from tests.engine.support import generate, make_spec
 from tests.support.clusters.local_cluster import LocalCluster
 

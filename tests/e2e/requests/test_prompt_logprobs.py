@@ -17,7 +17,7 @@ from bench.serve.prompt_lengths import words_of
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.step.batch import Batch
 from libs.text.tokenizer import Tokenizer
-from supervisor.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.cluster_options import DEFAULT_MODEL
 from tests.support.clusters.disturbance import PREFILLERS
 from tests.support.clusters.local_cluster import LocalCluster
 

@@ -85,7 +85,7 @@ def test_the_terms_add_up_and_the_deciding_one_is_named(decision: PlacementDecis
 
 def test_every_kind_that_the_router_notes_has_a_sentence() -> None:
     noted: set[str] = set()
-    for path in (*ROUTER.glob("execution/*.py"), *ROUTER.glob("recording/*.py")):
+    for path in (*(ROUTER / "execution").rglob("*.py"), *ROUTER.glob("recording/*.py")):
         source = path.read_text()
         for call in re.findall(r"\.note(?:_at)?\(([^)]*)", source):
             noted |= set(re.findall(r'"([a-z_]+)"', call))

@@ -13,9 +13,9 @@ import pytest
 from services.router.api.choices import ChoiceRuns
 from services.router.api.http.event_stream import EventStream
 from services.router.api.openai.response import ResponseWriter
-from services.router.execution.attempt import Attempt
+from services.router.execution.attempts.attempt import Attempt
+from services.router.execution.attempts.hedging import HedgedAttempt
 from services.router.execution.generation import GenerationTask
-from services.router.execution.hedging import HedgedAttempt
 from services.router.execution.request_state import RequestState
 from services.router.execution.running_request import RunningRequest
 from services.router.server import RouterServer

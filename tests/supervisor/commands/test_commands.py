@@ -18,9 +18,9 @@ from libs.common.etcd.client import EtcdClient
 from slipstream.cli.app import app
 from slipstream.cluster_record import is_running, read_record
 from slipstream.errors import InvalidArgument, NotFound
-from supervisor.cluster_options import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL
 from supervisor.commands import up as up_module
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.cluster_options import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL
+from supervisor.configuration.plan import ClusterConfig
 from tests.support.processes.process_checks import alive, eventually, mentioning
 
 

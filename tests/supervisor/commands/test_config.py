@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from slipstream.cli.app import app
 from slipstream.errors import InvalidArgument
-from supervisor.cluster_options import ROOT
+from supervisor.configuration.cluster_options import ROOT
 
 EXAMPLE = str(ROOT / "docs" / "examples" / "cluster.toml")
 

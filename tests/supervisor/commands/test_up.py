@@ -13,8 +13,8 @@ from libs.common.runtime.loading import load_settings
 from slipstream.cli.app import app
 from slipstream.errors import InvalidArgument
 from slipstream.rpc.tls import TlsFiles
-from supervisor.cluster_file import SETTINGS
-from supervisor.plan import ClusterConfig, plan_services
+from supervisor.configuration.cluster_file import SETTINGS
+from supervisor.configuration.plan import ClusterConfig, plan_services
 
 PEMS = Path(__file__).parents[2] / "support" / "tls"
 

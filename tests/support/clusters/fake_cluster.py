@@ -10,7 +10,7 @@ from pathlib import Path
 from libs.common.cluster.worker_record import Role
 from supervisor.cluster import ClusterSupervisor
 from supervisor.commands import up
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.plan import ClusterConfig
 from tests.support.network.ports import OwnPorts
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from libs.common.cluster.worker_record import Role
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.plan import ClusterConfig
 
 KV_MEMORY_BYTES = 64 << 20
 

@@ -24,8 +24,8 @@ from slipstream.rpc.caller_class import CallerClass
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.peer_token import TokenMinter, TwoClocks
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
+from supervisor.configuration.plan import ClusterConfig
 from supervisor.forking.launcher import ProcessLauncher
-from supervisor.plan import ClusterConfig
 from tests.support.clusters.engine_gate import Gate
 from tests.support.clusters.supervised import supervised
 from tests.support.processes.process_checks import alive

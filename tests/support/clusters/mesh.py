@@ -21,7 +21,7 @@ from services.router.request.model_card import load_model_card
 from services.router.server import RouterServer
 from slipstream.async_client import AsyncClient
 from slipstream.v1 import worker_pb2
-from supervisor.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.cluster_options import DEFAULT_MODEL
 from tests.support.clusters.engine_gate import Gate
 from tests.support.clusters.worker_processes import WorkerProcess
 from tests.support.network.fault_proxy import FaultProxy

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from supervisor.cluster import ClusterSupervisor
+from supervisor.configuration.plan import ClusterConfig
 from supervisor.forking.launcher import ProcessLauncher
-from supervisor.plan import ClusterConfig
 from tests.support.network.ports import OwnPorts
 from tests.support.processes.launching import session_launcher
 

@@ -13,7 +13,7 @@ import grpc
 
 from libs.common.cluster.worker_record import Role, Worker
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
-from supervisor.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.cluster_options import DEFAULT_MODEL
 from tests.support.clusters.fake_engines import KV_MEMORY_BYTES
 from tests.support.processes.launching import start_service
 

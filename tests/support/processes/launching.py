@@ -14,8 +14,8 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import IO, Any
 
+from supervisor.configuration.plan import thread_limits
 from supervisor.forking.launcher import SERVICE_MODULES, ForkLauncher, RunningProcess
-from supervisor.plan import thread_limits
 from supervisor.process import service_environment
 
 # What most workers of tests import beside the services.

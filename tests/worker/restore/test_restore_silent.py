@@ -20,7 +20,7 @@ from libs.common.transport.base import Landed, ReadOp, TransferTimeout
 from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import SamplingParams
 from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
-from supervisor.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.cluster_options import DEFAULT_MODEL
 from supervisor.ports import free_ports
 from tests.support.clusters.worker_processes import WorkerProcess
 from tests.support.stubs.remote_prompt import RemotePrompt

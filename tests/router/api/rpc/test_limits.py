@@ -110,7 +110,7 @@ async def test_a_withdrawn_worker_keeps_its_connection_until_its_abort_is_answer
 
     monkeypatch.setattr("services.router.workers.fleet._RETIRE_POLL_S", 0.01)
     # On a busy machine the load stream may break, which shortens the time of an abort.
-    monkeypatch.setattr("services.router.execution.attempt._RELEASE_UNREACHABLE_TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr("services.router.execution.attempts.attempt._RELEASE_UNREACHABLE_TIMEOUT_S", WAIT_S)
     monkeypatch.setattr(router.fleet, "_in_use", recorded)
     running = await begin_and_hold(client, cluster)
     aborting = asyncio.create_task(client.abort("r-3"))

@@ -13,7 +13,7 @@ from libs.common.cluster.worker_record import Role
 from slipstream.cluster_record import secret_file
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.console_key import console_key
-from supervisor.plan import ClusterConfig
+from supervisor.configuration.plan import ClusterConfig
 from tests.router.console.browser.conftest import OpenPage
 from tests.support.clusters.local_cluster import LocalCluster
 from tests.support.console.fleet_source import FleetSource, Json

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.router.execution import retry_loop
+from services.router.execution.attempts import retry_loop
 
 
 class HeldAmidSelection:

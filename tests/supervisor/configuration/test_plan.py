@@ -13,8 +13,8 @@ import pytest
 from libs.common.cluster.worker_record import Role
 from slipstream.errors import FailedPrecondition, InvalidArgument
 from slipstream.rpc.tls import TlsFiles
-from supervisor.cluster_options import ROOT, WorkerSizes
-from supervisor.plan import ClusterConfig, ProcessPlan, plan_services, ports_needed
+from supervisor.configuration.cluster_options import ROOT, WorkerSizes
+from supervisor.configuration.plan import ClusterConfig, ProcessPlan, plan_services, ports_needed
 from supervisor.ports import FIRST_PORT, LAST_PORT, free_ports, require_free
 
 

@@ -10,10 +10,10 @@ import pytest
 from opentelemetry.trace import INVALID_SPAN
 
 from libs.common.cluster.worker_record import Role
-from services.router.execution.attempt import Attempt
 from services.router.execution.attempt_types import TokenBatch, WorkerFailed
+from services.router.execution.attempts.attempt import Attempt
+from services.router.execution.attempts.hedging import AttemptEnd, HedgedAttempt
 from services.router.execution.dispatcher import Assignment
-from services.router.execution.hedging import AttemptEnd, HedgedAttempt
 from services.router.execution.policies.context_room import ContextRoom
 from services.router.placement.types import PlacementDecision
 from services.router.recording.recorder import RequestRecorder
@@ -127,7 +127,7 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> None:
         state.decision = DECISIONS["hedge"]
         return assignment("hedge")
 
-    monkeypatch.setattr("services.router.execution.hedging.choose_workers", choose)
+    monkeypatch.setattr("services.router.execution.attempts.hedging.choose_workers", choose)
 
 
 async def begin() -> tuple[HedgedRig, asyncio.Task[Any]]:

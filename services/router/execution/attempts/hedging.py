@@ -15,12 +15,16 @@ from opentelemetry.trace import INVALID_SPAN, Span
 
 from libs.common.cluster.worker_record import Role
 from libs.common.telemetry import tracing
-from services.router.execution.attempt import Attempt
 from services.router.execution.attempt_types import FINISH_NONE, TokenBatch, WorkerFailed, capped
+from services.router.execution.attempts.attempt import Attempt
+from services.router.execution.attempts.worker_selection import (
+    choose_workers,
+    note_assignment,
+    requested_prefill,
+)
 from services.router.execution.dispatcher import Assignment
 from services.router.execution.policies.context_room import capped_output_tokens
 from services.router.execution.request_state import RequestState
-from services.router.execution.worker_selection import choose_workers, note_assignment, requested_prefill
 from services.router.workers.connection import WorkerConnection
 from slipstream import errors
 from slipstream.v1 import common_pb2

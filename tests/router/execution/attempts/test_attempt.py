@@ -10,8 +10,8 @@ import pytest
 
 from libs.common.block_hash import as_tokens
 from libs.common.rpc.multiplexed_client import PeerUnanswering
-from services.router.execution.attempt import Attempt
 from services.router.execution.attempt_types import AttemptSpec, TokenBatch, WorkerFailed, WorkerPair
+from services.router.execution.attempts.attempt import Attempt
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream import errors
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2

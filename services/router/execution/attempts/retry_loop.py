@@ -11,10 +11,10 @@ import asyncio
 import logging
 
 from services.router.execution.attempt_types import WorkerFailed
+from services.router.execution.attempts.hedging import AttemptEnd, AttemptSuspended, HedgedAttempt
+from services.router.execution.attempts.worker_selection import select_workers
 from services.router.execution.dispatcher import Assignment
-from services.router.execution.hedging import AttemptEnd, AttemptSuspended, HedgedAttempt
 from services.router.execution.request_state import RequestState
-from services.router.execution.worker_selection import select_workers
 from slipstream import errors
 from slipstream.v1 import common_pb2
 

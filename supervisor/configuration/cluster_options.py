@@ -21,7 +21,7 @@ from supervisor.logs import LOG_FILES, MAX_LOG_BYTES
 if TYPE_CHECKING:
     from slipstream.rpc.tls import TlsFiles
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_MODEL = ROOT / "models" / "slipstream-mini"
 DEFAULT_DRAFT_MODEL = ROOT / "models" / "slipstream-mini-eagle3"
 ANY_PORT = "any"

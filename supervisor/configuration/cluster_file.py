@@ -29,8 +29,8 @@ from services.kvstore.settings import NodeSettings
 from services.router.settings import RouterSettings
 from slipstream.errors import InvalidArgument
 from slipstream.rpc.tls import TlsFiles
+from supervisor.configuration.plan import DRAFTERS, ETCD_ACCESS
 from supervisor.logs import LOG_FILES, MAX_LOG_BYTES
-from supervisor.plan import DRAFTERS, ETCD_ACCESS
 
 # The settings of each service.
 SETTINGS: Mapping[Role, type[Any]] = {

@@ -14,9 +14,9 @@ from libs.common.runtime.loading import load_settings
 from slipstream.cli.app import app
 from slipstream.errors import InvalidArgument
 from slipstream.rpc.tls import TlsFiles
-from supervisor.cluster_file import SETTINGS, ClusterFile
-from supervisor.cluster_options import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ROOT
-from supervisor.plan import ClusterConfig, plan_services, ports_needed
+from supervisor.configuration.cluster_file import SETTINGS, ClusterFile
+from supervisor.configuration.cluster_options import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL, ROOT
+from supervisor.configuration.plan import ClusterConfig, plan_services, ports_needed
 
 EXAMPLE = ROOT / "docs" / "examples" / "cluster.toml"
 PEMS = ROOT / "tests" / "support" / "tls"

@@ -13,8 +13,8 @@ from libs.common.runtime.memory_limit import memory_limit_bytes
 from libs.engine.kernels.device_name import CPU
 from libs.worker.process.settings import EngineSettings
 from slipstream.cluster_record import secret_file
-from supervisor.cluster_options import ClusterOptions
-from supervisor.worker_sizes import share_of_unstated
+from supervisor.configuration.cluster_options import ClusterOptions
+from supervisor.configuration.worker_sizes import share_of_unstated
 
 ETCD = "etcd"
 # Settings with which services reach an external etcd.

@@ -19,8 +19,8 @@ from slipstream.credentials.certificates import TlsFault, check_authority
 from slipstream.credentials.secret_files import exposure
 from slipstream.errors import InvalidArgument
 from slipstream.logs.lines import LOG_FORMATS
+from supervisor.configuration.plan import ACCESS_LOG, DRAFTERS, DRAFTS, ETCD, LOG_LEVELS, POOLS, ClusterConfig
 from supervisor.forking.starts import STARTS
-from supervisor.plan import ACCESS_LOG, DRAFTERS, DRAFTS, ETCD, LOG_LEVELS, POOLS, ClusterConfig
 from supervisor.ports import require_free
 
 # What Mooncake's engine and its master are linked to, by Debian's package.
