@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from libs.common import api_bounds, batch_bounds, list_bounds, worker_bounds
+from libs.common import api_bounds, batch_bounds, fleet_bounds, list_bounds, worker_bounds
 from libs.common.job_bounds import JOBS, WEBHOOKS_ROW
 from slipstream import bounds
 from slipstream.rpc.backoff import HEAL_S, LONGEST_PAUSE_S
@@ -49,7 +49,6 @@ GRPC_REQUEST_BYTES = bounds.MAX_BODY_BYTES + (1 << 20)
 GRPC_SHORT_REQUEST_BYTES = 64 << 10
 # A worker's streams of load reports: one for each router and operator.
 LOAD_WATCHERS = 256
-# Streams of KEDA's scaler at one router: one for each tier and replica of KEDA's operator is usual.
 
 # The file of prices, and a price of a million tokens in it.
 MAX_PRICE_FILE_BYTES = 256 << 10
@@ -389,6 +388,7 @@ def render_markdown() -> str:
         ("Stored jobs", _JOBS),
         ("The console of a router", _CONSOLE),
         ("Workers", worker_bounds.ROWS),
+        ("The fleet as a router sees it", fleet_bounds.ROWS),
     )
     for title, rows in tables:
         lines += ["", f"## {title}", "", "| What | Bound | Then |", "|---|---|---|"]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from libs.common.cluster.kvstore_room import kvstore_rooms
 from libs.common.cluster.worker_record import FleetSnapshot, Role, Worker
+from libs.common.fleet_bounds import MAX_SHOWN_PROCESSES
 from services.router.workers.connection import WorkerConnection
 from slipstream.enum_names import role_value
 from slipstream.v1 import fleet_pb2, worker_pb2
@@ -14,9 +15,6 @@ READY = fleet_pb2.PROCESS_STATE_READY
 SILENT = fleet_pb2.PROCESS_STATE_SILENT
 DRAINING = fleet_pb2.PROCESS_STATE_DRAINING
 _KVSTORE = role_value(Role.KVSTORE)
-
-# Of the routers, and of the processes that leave. The answer stays below what a message may have.
-MAX_SHOWN = 1024
 
 Reports = Mapping[str, worker_pb2.LoadReport | None]
 
@@ -56,7 +54,7 @@ def shown_members(members: FleetSnapshot, own: Worker) -> FleetSnapshot:
     def bounded(workers: Iterable[Worker]) -> list[Worker]:
         found = list(workers)
         mine = [own for worker in found if worker.key == own.key]
-        return mine + [worker for worker in found if worker.key != own.key][: MAX_SHOWN - len(mine)]
+        return mine + [worker for worker in found if worker.key != own.key][: MAX_SHOWN_PROCESSES - len(mine)]
 
     others = [worker for worker in members.workers if worker.role is not Role.ROUTER]
     routers = bounded(members.with_role(Role.ROUTER))

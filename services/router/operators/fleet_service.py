@@ -11,6 +11,7 @@ import grpc
 
 from libs.common.cluster.discovery import Fleet
 from libs.common.cluster.worker_record import Worker
+from libs.common.fleet_bounds import MAX_ASKED_LEAVING
 from libs.common.rpc.access import current_caller
 from services.router.operators.fleet_report import find_process, fleet_processes, shown_members
 from services.router.operators.process_calls import ProcessCalls
@@ -21,8 +22,6 @@ from slipstream.errors import InvalidArgument, NotFound
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2
 
 SERVICE_NAME = "slipstream.v1.FleetService"
-# Processes that leave and are asked for their load; the others are shown without it.
-MAX_ASKED_LEAVING = 64
 
 
 class FleetService(fleet_pb2_grpc.FleetServiceServicer):

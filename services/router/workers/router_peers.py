@@ -15,6 +15,7 @@ import grpc
 from libs.common.cluster.discovery import Fleet
 from libs.common.cluster.load_report import keep_plausible
 from libs.common.cluster.worker_record import Role, Worker
+from libs.common.fleet_bounds import MAX_FOLLOWED_ROUTERS
 from services.router.workers.connection import STALE_AFTER_S
 from slipstream.errors import Unavailable
 from slipstream.rpc.backoff import ANSWER_S, Backoff
@@ -24,8 +25,6 @@ from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-# Of the others the load counts as unknown: who writes into etcd may add thousands of false ones.
-MAX_PEERS = 256
 _INTERVAL_MS = 250
 # Processes that share a port are reached by chance: a dial per try, of about as many tries as processes.
 _TRIES = 16
@@ -75,7 +74,7 @@ class RouterPeers:
                 if routers.get(name) != self._peers[name].worker:
                     self._peers.pop(name).task.cancel()
             for name, worker in routers.items():
-                if name not in self._peers and len(self._peers) < MAX_PEERS:
+                if name not in self._peers and len(self._peers) < MAX_FOLLOWED_ROUTERS:
                     peer = self._peers[name] = _PeerRouter(worker)
                     peer.task = asyncio.create_task(self._follow(peer), name=f"router-peer-{name}")
             seen = await self._members.wait_changed(seen)

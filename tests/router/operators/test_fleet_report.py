@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from libs.common.cluster.worker_record import FleetSnapshot, Role, Worker
+from libs.common.fleet_bounds import MAX_SHOWN_PROCESSES
 from services.router.operators.fleet_report import (
-    MAX_SHOWN,
     find_process,
     fleet_processes,
     shown_members,
@@ -49,10 +49,10 @@ def test_no_room_is_made_up() -> None:
 
 def test_a_router_shows_a_bounded_number_of_records_and_its_own_in_any_case() -> None:
     own = Worker(Role.ROUTER, "z", "127.0.0.1:1", "mine")
-    false = [Worker(Role.ROUTER, f"r-{number}", "h:1", "i") for number in range(2 * MAX_SHOWN)]
-    leaving = [Worker(Role.DECODE, f"d-{number}", "h:1", "i") for number in range(2 * MAX_SHOWN)]
+    false = [Worker(Role.ROUTER, f"r-{number}", "h:1", "i") for number in range(2 * MAX_SHOWN_PROCESSES)]
+    leaving = [Worker(Role.DECODE, f"d-{number}", "h:1", "i") for number in range(2 * MAX_SHOWN_PROCESSES)]
     stated = replace(own, endpoint="evil.test:1")
     seen = shown_members(FleetSnapshot.of([*false, stated, DECODE], leaving=leaving), own)
-    assert len(seen.with_role(Role.ROUTER)) == len(seen.leaving) == MAX_SHOWN
+    assert len(seen.with_role(Role.ROUTER)) == len(seen.leaving) == MAX_SHOWN_PROCESSES
     assert find_process(seen, "router", "z") == own
     assert find_process(seen, "decode", DECODE.instance) == DECODE

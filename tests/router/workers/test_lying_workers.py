@@ -134,7 +134,7 @@ async def test_a_router_that_sent_no_message_is_asked_again() -> None:
 
 
 async def test_a_router_follows_a_bounded_number_of_other_routers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_peers, "MAX_PEERS", 3)
+    monkeypatch.setattr(router_peers, "MAX_FOLLOWED_ROUTERS", 3)
     discovery = InMemoryDiscovery()
     for number in range(10):
         discovery.announce(Worker(Role.ROUTER, f"router-{number}", "127.0.0.1:1", "i", admin="127.0.0.1:1"))

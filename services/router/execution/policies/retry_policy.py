@@ -7,11 +7,9 @@ attempts at a request together have a bound, too. `retry_loop.py` asks after eac
 
 from __future__ import annotations
 
+from libs.common.fleet_bounds import MAX_UNREAD_HANDOFFS
 from libs.common.service_bounds import MAX_ATTEMPTS, MAX_FRUITLESS_ATTEMPTS
 from slipstream import errors
-
-# Handoffs in a row that no decode worker read. Each cost the computation of a whole prompt.
-MAX_UNREAD_HANDOFFS = 3
 
 # Errors after which another worker, or the same one later, may succeed.
 _RETRYABLE = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.router.execution.policies.retry_policy import MAX_UNREAD_HANDOFFS
+from libs.common.fleet_bounds import MAX_UNREAD_HANDOFFS
 from services.router.request.model_card import ModelCard
 from slipstream.async_client import AsyncClient
 from tests.router.conftest import HELLO, eventually, open_router

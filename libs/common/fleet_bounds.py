@@ -1,0 +1,27 @@
+"""Bounds of what a router takes from the other processes of its cluster, for docs/bounds.md."""
+
+from __future__ import annotations
+
+# Of the other routers a load counts as unknown: who writes into etcd may add thousands of false records.
+MAX_FOLLOWED_ROUTERS = 256
+# Routers, and processes that leave, in one answer to an operator; it stays below what a message may have.
+MAX_SHOWN_PROCESSES = 1024
+# Processes that leave and are asked for their load for such an answer.
+MAX_ASKED_LEAVING = 64
+# Handoffs in a row that no decode worker read. Each cost the computation of a whole prompt.
+MAX_UNREAD_HANDOFFS = 3
+
+ROWS = (
+    ("Other routers whose load a router follows", f"{MAX_FOLLOWED_ROUTERS}", "the load of others is unknown"),
+    (
+        "Routers / processes that leave, in one answer to an operator",
+        f"{MAX_SHOWN_PROCESSES} / {MAX_SHOWN_PROCESSES}",
+        "others are left out",
+    ),
+    ("Processes that leave and are asked for their load", f"{MAX_ASKED_LEAVING}", "others are shown without"),
+    (
+        "Handoffs of one request in a row that no decode worker reads",
+        f"{MAX_UNREAD_HANDOFFS}",
+        "a decode worker computes the prompt",
+    ),
+)
