@@ -120,6 +120,7 @@ class EventStream:
 
     async def fail(self, pieces: Iterable[bytes]) -> None:
         """End a stream that has begun with the events of its failure."""
+        self.stop_comments()  # one amid the pieces of an event would cut it in two
         data = b""
         for piece in pieces:
             if data:

@@ -53,11 +53,12 @@ def delta(text: str) -> router_pb2.GenerateEvent:
     return router_pb2.GenerateEvent(delta=router_pb2.Delta(text=text))
 
 
-async def open_stream() -> tuple[EventStream, mock.Mock]:
-    """A stream to a transport that keeps up."""
+async def open_stream(drain_s: float | None = None) -> tuple[EventStream, mock.Mock]:
+    """A stream to a transport that keeps up, or that takes what waits after `drain_s`."""
     client = mock.Mock(spec=asyncio.Transport)
     client.is_closing.return_value, client.get_write_buffer_size.return_value = False, 0
-    writer = StreamWriter(mock.Mock(transport=client, _drain_helper=mock.AsyncMock()), mock.Mock())
+    drain = mock.AsyncMock() if drain_s is None else lambda: asyncio.sleep(drain_s)
+    writer = StreamWriter(mock.Mock(transport=client, _drain_helper=drain), mock.Mock())
     request = make_mocked_request("POST", "/", transport=client, writer=writer)
     stream = EventStream(request, lambda: {"x-request-id": "a"}, write_stall_s=60.0)
     stream.answer = ResponseWriter(router_pb2.Started(), ResponseShape(chat=True))
@@ -136,6 +137,38 @@ async def test_the_first_write_sends_headers_and_the_opening_event() -> None:
     end = router_pb2.GenerateEvent(finished=router_pb2.Finished())
     await stream.send(b"".join([data for data, _ in stream.encode_end([end])]), is_last=True)
     assert client.write.call_args.args[0].endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+def sent_to(client: mock.Mock) -> bytes:
+    return b"".join(call.args[0] for call in client.write.call_args_list)
+
+
+async def test_comments_come_until_the_first_event_while_the_client_reads() -> None:
+    stream, client = await open_stream()
+    stream.keep_open(0.001)
+    await eventually(lambda: sent_to(client).count(b": keep-alive") >= 2)
+    assert stream.has_begun and not stream.has_events
+    client.get_write_buffer_size.return_value, calls = 1, client.write.call_count
+    await asyncio.sleep(0.02)
+    assert client.write.call_count == calls
+    client.get_write_buffer_size.return_value = 0
+    await eventually(lambda: client.write.call_count > calls)
+    assert stream.try_write([delta("b")])
+    calls = client.write.call_count
+    await asyncio.sleep(0.02)
+    assert client.write.call_count == calls
+    stream.stop_comments()
+
+
+async def test_no_comment_comes_amid_the_events_of_a_failure() -> None:
+    """They come in pieces, which may end within an event."""
+    stream, client = await open_stream(drain_s=0.02)
+    await stream.keep_alive()
+    stream.keep_open(0.001)
+    await stream.fail([b'data: {"error":', b'"no room"}\n\n'])
+    body = sent_to(client).replace(b"\r\n", b"|")
+    assert body.count(b": keep-alive") == 1
+    assert body.endswith(b'data: {"error":|c|"no room"}\n\n|0||')
 
 
 def test_the_last_event_of_a_long_response_begins_after_what_must_be_true_before() -> None:
