@@ -21,6 +21,8 @@ _RETRYABLE = (
     errors.Internal,
     errors.ContextExceeded,  # the worker takes less than its record states
 )
+# Of workers that have no room or drain: these say nothing of the handoff that they did not read.
+_REFUSALS = (errors.Overloaded, errors.Draining)
 
 
 class RetryPolicy:
@@ -48,7 +50,8 @@ class RetryPolicy:
         Raises the client's error when no other attempt may follow.
         """
         self._attempts += 1
-        self._unread = self._unread + 1 if other else 0
+        if not isinstance(error, _REFUSALS):
+            self._unread = self._unread + 1 if other else 0
         self.error = error
         if new_tokens:
             self._fruitless = 0

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from libs.common.service_bounds import MAX_FRUITLESS_ATTEMPTS
 from services.router.execution.policies.drain_limiter import DrainLimiter
-from services.router.execution.policies.retry_policy import RetryPolicy
+from services.router.execution.policies.retry_policy import MAX_UNREAD_HANDOFFS, RetryPolicy
 from services.router.workers.awake_clock import LONGEST_ITERATION_S, AwakeClock
 from slipstream import errors
 
@@ -36,6 +36,31 @@ def test_both_workers_of_a_failed_transfer_are_avoided_even_after_a_token() -> N
     assert policy.avoid == {"decode", "prefill", "prefill2"}
     policy.failed(GONE, "decode2", new_tokens=1)
     assert policy.avoid == {"decode2"}
+
+
+def test_handoffs_that_no_worker_reads_are_counted_in_a_row() -> None:
+    policy = RetryPolicy()
+    for worker in range(MAX_UNREAD_HANDOFFS - 1):
+        policy.failed(GONE, f"decode{worker}", f"prefill{worker}", new_tokens=1)
+    assert not policy.reads_no_handoff
+    policy.failed(GONE, "decode", new_tokens=1)
+    for worker in range(MAX_UNREAD_HANDOFFS):
+        assert not policy.reads_no_handoff
+        policy.failed(GONE, f"decode{worker}", f"prefill{worker}", new_tokens=1)
+    assert policy.reads_no_handoff
+
+
+@pytest.mark.parametrize("refusal", [errors.Overloaded("no room"), errors.Draining("restarts")])
+def test_workers_that_refuse_say_nothing_of_a_handoff(refusal: errors.SlipstreamError) -> None:
+    """Else a busy tier would fail, or compute prompts, after a few of its workers were tried."""
+    policy = RetryPolicy()
+    for worker in range(MAX_UNREAD_HANDOFFS):
+        policy.failed(refusal, f"decode{worker}", f"prefill{worker}", new_tokens=0)
+    assert not policy.reads_no_handoff
+    for worker in range(MAX_UNREAD_HANDOFFS):
+        policy.failed(GONE, f"decode{worker}", f"prefill{worker}", new_tokens=1)
+    policy.failed(refusal, "decode", "prefill", new_tokens=1)
+    assert policy.reads_no_handoff
 
 
 def test_drains_count_only_against_the_maximum_of_attempts() -> None:
