@@ -274,7 +274,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
                 yield frame
 
     def ledger(self) -> worker_pb2.Ledger:
-        """The sequences and proposals held for decode workers."""
+        """The sequences, streams and reads of decode workers."""
         streams = self._decode_streams.streams
         return worker_pb2.Ledger(
             sequences=self._batcher.sequences,
