@@ -10,6 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
+from libs.common.rpc import serve
+from services.router.api.rpc.call_answer import CallAnswer
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream import errors
@@ -94,6 +96,39 @@ async def test_a_client_that_reads_in_time_gets_the_status(cluster: FakeCluster,
                 pass
         assert isinstance(from_rpc_error(ended.value), errors.Aborted)
         await eventually(lambda: not call_tasks())
+
+
+async def test_a_last_response_that_stays_unread_ends_its_call(
+    cluster: FakeCluster, card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request is over by then, and gRPC writes the response after the handler has returned it."""
+    shorter = CallAnswer.response
+
+    def response(self: CallAnswer, events: Any, index: int = 0) -> router_pb2.GenerateResponse:
+        found = shorter(self, events, index)
+        if events[-1].HasField("finished"):
+            found.events.add().delta.text = "x" * (1 << 20)
+        return found
+
+    monkeypatch.setattr(CallAnswer, "response", response)
+    monkeypatch.setattr(serve, "WRITE_STALL_S", 0.5)
+    async with (
+        open_router(cluster, card) as router,
+        grpc.aio.insecure_channel(router.host.endpoint, options=SMALL_WINDOW) as channel,
+    ):
+        stub: Any = router_pb2_grpc.RouterServiceStub(channel)
+        await stub.ListModels(router_pb2.ListModelsRequest())  # gRPC keeps the first call of a server
+        short = router_pb2.Sampling(max_tokens=2)
+        call = stub.Generate(router_pb2.GenerateRequest(prompt="y", sampling=short))
+        await call.initial_metadata()
+        await eventually(lambda: not router.manager.held and not cluster.held)
+        assert call_tasks() == 1
+        await eventually(lambda: not call_tasks())
+        await stub.ListModels(router_pb2.ListModelsRequest())  # gRPC frees an ended call then
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            async for _ in call:
+                pass
+        assert ended.value.code() is grpc.StatusCode.CANCELLED
 
 
 async def test_other_calls_of_the_connection_go_on(cluster: FakeCluster, card: ModelCard) -> None:
