@@ -98,7 +98,7 @@ def test_routers_that_are_ready_are_called_at_their_ports_for_clients(tmp_path: 
 
 
 def test_a_false_record_of_a_router_gets_no_api_key() -> None:
-    """Whoever writes into etcd adds a router that answers; without certificates nothing says what it is."""
+    """A writer into etcd adds a router that answers; without certificates nothing says what it is."""
     true, false = process("router", 0), process("router", 1)
     true.client_endpoint, false.client_endpoint = "a:7000", "evil.test:7000"
     fleet = fleet_pb2.GetFleetResponse(router="router-0", processes=[true, false])

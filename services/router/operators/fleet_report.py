@@ -48,7 +48,7 @@ def fleet_processes(
 def shown_members(members: FleetSnapshot, own: Worker) -> FleetSnapshot:
     """The members as this router shows them: its own record as it made it, and a bounded number of others.
 
-    Whoever writes into etcd can replace a record, and add thousands.
+    A writer into etcd can replace a record, and add thousands of false ones.
     """
 
     def bounded(workers: Iterable[Worker]) -> list[Worker]:
