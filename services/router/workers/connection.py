@@ -226,7 +226,7 @@ class WorkerConnection:
                 ):
                     report = received(response, sender=self.worker.instance).load
                     self._following = True
-                    soon_s = self._reported_s + LEAST_GAP_S - self._clock()
+                    soon_s = answered_s + LEAST_GAP_S - self._clock()
                     self._take(report)
                     backoff.succeeded()
                     answered_s = self._clock()

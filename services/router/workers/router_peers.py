@@ -16,7 +16,7 @@ from libs.common.cluster.discovery import Fleet
 from libs.common.cluster.load_report import keep_plausible
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.fleet_bounds import MAX_FOLLOWED_ROUTERS
-from services.router.workers.connection import STALE_AFTER_S
+from services.router.workers.connection import LEAST_GAP_S, STALE_AFTER_S
 from slipstream.errors import Unavailable
 from slipstream.rpc.backoff import ANSWER_S, Backoff
 from slipstream.rpc.dial import Dial
@@ -107,7 +107,10 @@ class RouterPeers:
         stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
         async for response in stub.WatchLoad(worker_pb2.WatchLoadRequest(min_interval_ms=_INTERVAL_MS)):
             report = received(response, sender=peer.worker.instance).load
+            soon_s = peer.reported_s + LEAST_GAP_S - self._clock()
             peer.report, peer.reported_s = keep_plausible(report), self._clock()
+            if soon_s > 0:
+                await asyncio.sleep(soon_s)
 
 
 class _PeerRouter:

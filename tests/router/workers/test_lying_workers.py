@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import grpc
@@ -21,6 +22,7 @@ from services.router.workers.router_peers import RouterPeers
 from slipstream.async_client import AsyncClient
 from slipstream.enum_names import role_value
 from slipstream.rpc.dial import PLAIN_DIAL, dial
+from slipstream.rpc.rpc_errors import received
 from slipstream.v1 import autoscale_pb2, autoscale_pb2_grpc, worker_pb2
 from tests.router.conftest import HELLO, WAIT_S, eventually, open_router
 from tests.router.support.connection_owner import AnyWorker
@@ -155,28 +157,62 @@ async def test_a_router_follows_a_bounded_number_of_other_routers(monkeypatch: p
 class FloodingWorker(GarbageWorker):
     """Sends load reports as fast as the connection takes them."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, *, counts: bool = True) -> None:
+        """`counts`: each report has the next number; else all have the same one."""
         super().__init__(worker)
         self.answers["GetStatus"] = 2
-        self.n_sent = 0
+        self._counts = counts
+        self._sequence = 1
 
     async def _watch_load(self, *_: Any) -> AsyncIterator[bytes]:
         while True:
-            self.n_sent += 1
-            load = worker_pb2.LoadReport(sequence=self.n_sent)
+            self._sequence += self._counts
+            load = worker_pb2.LoadReport(sequence=self._sequence)
             yield worker_pb2.WatchLoadResponse(load=load).SerializeToString()
 
 
-async def test_a_worker_that_floods_is_read_at_a_pace() -> None:
+class CountedReads:
+    """Counts the responses that a module of the router takes from other processes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+        self.n = 0
+        monkeypatch.setattr(module, "received", self._received)
+
+    def _received(self, response: Any, *, sender: str) -> Any:
+        self.n += 1
+        return received(response, sender=sender)
+
+    async def check_pace(self) -> None:
+        clock = asyncio.get_running_loop().time
+        began_s, first = clock(), self.n
+        await asyncio.sleep(0.5)
+        assert 1 < self.n - first <= 2 + 2 * (clock() - began_s) / connection.LEAST_GAP_S
+
+
+@pytest.mark.parametrize("counts", [True, False])
+async def test_a_worker_that_floods_is_read_at_a_pace(monkeypatch: pytest.MonkeyPatch, counts: bool) -> None:
     named = Worker(Role.DECODE, "decode-0", "127.0.0.1:1", "run-1")
     owner, clock = AnyWorker(), asyncio.get_running_loop().time
-    async with serving(FloodingWorker(named)) as endpoint:
+    reads = CountedReads(monkeypatch, connection)
+    async with serving(FloodingWorker(named, counts=counts)) as endpoint:
         link = WorkerConnection(replace(named, endpoint=endpoint), owner, clock=clock)
         try:
             await eventually(lambda: link.ready)
-            began_s, first = clock(), link._report.sequence
-            await asyncio.sleep(0.5)
-            taken = link._report.sequence - first
-            assert 1 < taken <= 2 + 2 * (clock() - began_s) / connection.LEAST_GAP_S
+            await reads.check_pace()
         finally:
             await link.close()
+
+
+async def test_a_router_that_floods_is_read_at_a_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = Worker(Role.ROUTER, "router-1", "127.0.0.1:1", "run-1")
+    discovery, clock = InMemoryDiscovery(), asyncio.get_running_loop().time
+    reads = CountedReads(monkeypatch, router_peers)
+    async with serving(FloodingWorker(named)) as endpoint, Fleet(discovery) as members:
+        discovery.announce(replace(named, admin=endpoint))
+        peers = RouterPeers(members, own="router-0", dial=PLAIN_DIAL, clock=clock)
+        peers.start()
+        try:
+            await eventually(lambda: any(peers.reports().values()))
+            await reads.check_pace()
+        finally:
+            await peers.close()
