@@ -15,7 +15,6 @@ link between the processes, for sockets only: each byte arrives so much later.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -31,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.command_line import bench_parser
 from bench.delayed_link import delayed_links
 from libs.common.checksum import KvChecksum
 from libs.common.cluster.address_book import LoopbackAddresses
@@ -208,12 +208,11 @@ async def measure(
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.draft_rows", description=__doc__)
+    parser = bench_parser("draft_rows", __doc__)
     parser.add_argument("--sizes", default=SIZES, help="ROWSxWIDTH[,..]")
     parser.add_argument("--transport", default="socket", choices=("socket", "mooncake"))
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of the link, each way")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args()
     sizes = []
     for size in options.sizes.split(","):
