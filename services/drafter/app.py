@@ -68,7 +68,7 @@ class DrafterApp(WorkerApp):
     async def _open_reader(self, endpoint: str, discovery: Discovery, feature_width: int) -> RowReader | None:
         """What reads features that decode workers export. Where no transport opens they travel in messages,
         which costs speed only."""
-        options = self.options
+        options, transport = self.options, None
         try:
             transport = open_transport(
                 options.transport,
@@ -77,17 +77,19 @@ class DrafterApp(WorkerApp):
                 advertise=options.kv_advertise,
                 serves=False,
             )
+            memory = FeatureMemory(
+                transport,
+                slot_bytes=FEATURE_WINDOW_TOKENS * FEATURE_BYTES * feature_width,
+                checksum=KvChecksum.of_cluster(options.cluster_secret()),
+                exports=False,
+            )
         except (FailedPrecondition, TransferError) as error:
             log.warning("draft features travel in messages, without a transport: %s", error.message)
+            if transport is not None:  # it takes no memory, as where the kernel locks none
+                await transport.close()
             return None
         self._stack.push_async_callback(transport.close)
         self.transport_kind = transport.kind
-        memory = FeatureMemory(
-            transport,
-            slot_bytes=FEATURE_WINDOW_TOKENS * FEATURE_BYTES * feature_width,
-            checksum=KvChecksum.of_cluster(options.cluster_secret()),
-            exports=False,
-        )
         addresses = await open_address_book(discovery, self._stack)
         return RowReader(transport, memory, addresses, self.counters)
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from libs.common.cluster.discovery import InMemoryDiscovery
+from libs.common.transport.base import Region, TransferRefused
+from libs.common.transport.socket import SocketTransport
 from libs.engine.core import build
 from libs.engine.core.build import build_drafter
 from libs.engine.kernels.library import load_library
@@ -83,4 +85,26 @@ async def test_a_drafter_reads_by_its_transport_or_serves_without_one(transport:
     await app.open("127.0.0.1:0", InMemoryDiscovery(), lambda: None)
     assert app.transport_kind == kind
     assert app.ledger().transfers == 0
+    await app.close()
+
+
+class FullTransport(SocketTransport):
+    """Registers no memory, as a device beyond the memory that a process may lock."""
+
+    is_closed = False
+
+    def _check_destination(self, region: Region) -> None:
+        raise TransferRefused("no memory can be locked")
+
+    async def close(self) -> None:
+        self.is_closed = True
+        await super().close()
+
+
+async def test_a_drafter_serves_whose_transport_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = FullTransport()
+    monkeypatch.setattr("services.drafter.app.open_transport", lambda *_, **__: transport)
+    app = DrafterApp(WorkerSettings(instance="drafter-0", engine="fake"))
+    await app.open("127.0.0.1:0", InMemoryDiscovery(), lambda: None)
+    assert (app.transport_kind, app.ledger().transfers, transport.is_closed) == ("none", 0, True)
     await app.close()
