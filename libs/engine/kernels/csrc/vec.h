@@ -76,7 +76,8 @@ INLINE float max_lanes(vf v) {
 }
 #endif
 
-/* 2^x within 2 ulp for x <= 127; exactly 0 below -126, so that a masked score of -inf adds nothing. NaN stays NaN. */
+/* 2^x within 2 ulp for x <= 127; exactly 0 below -126, so that a masked score of -inf adds nothing. A NaN of
+ * arithmetic, or widened from bf16, stays NaN. */
 INLINE vf vexp2(vf x) {
 #if VL == 16
     vf n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
