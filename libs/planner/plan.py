@@ -239,10 +239,21 @@ def _reason(candidates: list[Candidate], max_token_s: float) -> str:
 
 
 def _weakness(other: Candidate, best: Candidate) -> str:
-    assert other.capacity is not None and best.capacity is not None
-    if other.capacity.bound == "KV room" and other.fit.all_kv_tokens < best.fit.all_kv_tokens:
+    """The first figure in which the other cut is worse."""
+    theirs, ours = other.capacity, best.capacity
+    assert theirs is not None and ours is not None
+    if theirs.bound == "KV room" and other.fit.all_kv_tokens < best.fit.all_kv_tokens:
         return f"KV room for {other.fit.all_kv_tokens:,} tokens instead of {best.fit.all_kv_tokens:,}"
-    return f"{other.capacity.n_sequences} sequences instead of {best.capacity.n_sequences} at once"
+    if theirs.n_sequences < ours.n_sequences:
+        return f"{theirs.n_sequences} sequences instead of {ours.n_sequences} at once"
+    times = (
+        ("a prefill", theirs.prefill_s, ours.prefill_s),
+        ("a step", theirs.step_s, ours.step_s),
+    )
+    for name, their_s, our_s in times:
+        if round(their_s * 1e3, 1) > round(our_s * 1e3, 1):
+            return f"{name} of {their_s * 1e3:.1f} ms instead of {our_s * 1e3:.1f}"
+    return "which differs by less than these figures show"
 
 
 def _no_room(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -134,3 +136,5 @@ def test_the_chosen_cut_keeps_its_limits(
             assert one.capacity.n_sequences * (prompt_tokens + output_tokens) <= one.fit.all_kv_tokens
             assert one.capacity.n_sequences == one.fit.cut.replicas or one.capacity.token_s <= max_token_s
     assert plan.chosen.fit.cut.name in plan.reason
+    if figures := re.search(r"\(.*?([\d,.]+) .* instead of ([\d,.]+)", plan.reason):
+        assert figures[1] != figures[2]
