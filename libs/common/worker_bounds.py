@@ -9,6 +9,7 @@ MAX_CHECKPOINT_INDEX_BYTES = 256 << 20
 MAX_PARALLEL_RANKS = 64
 MAX_THREADS = 1024
 # Sequences and rows of one step: their buffers are made at the start.
+DEFAULT_BATCH = 64
 MAX_BATCH = 65_536
 MAX_STEP_TOKENS = 1 << 20
 # Prompts whose draft features are on their way at once. A slot has 512 rows.

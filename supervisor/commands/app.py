@@ -223,7 +223,6 @@ def plan(
 
     Prints memory, KV tokens, step and prefill times of each cut, and why one is chosen.
     """
-    from libs.planner.step_room import DecodeStepRoom
     from libs.planner.traffic import Traffic, read_trace
     from supervisor.commands.plan import show_plan
 
@@ -238,7 +237,8 @@ def plan(
         traffic=stated if traffic is None else read_trace(traffic),
         max_token_s=max_token_ms / 1e3,
         overhead_bytes=int(overhead_gib * 2**30),
-        decode_steps=None if decode_steps == "plain" else DecodeStepRoom(max_batch),
+        decode_steps=decode_steps,
+        max_batch=max_batch,
         kv_bytes=None if kv_gib is None else int(kv_gib * 2**30),
         as_json=as_json,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from libs.common.worker_bounds import DEFAULT_BATCH
 from libs.planner.cards import GIB, parse_cards
 from libs.planner.cuts import Cut
 from libs.planner.fit import IN_BF16, Fit
@@ -43,7 +45,8 @@ def show_plan(
     traffic: Traffic,
     max_token_s: float,
     overhead_bytes: int,
-    decode_steps: DecodeStepRoom | None,
+    decode_steps: str,
+    max_batch: int,
     kv_bytes: int | None,
     as_json: bool,
 ) -> None:
@@ -56,19 +59,19 @@ def show_plan(
         card,
         traffic=traffic,
         overhead_bytes=overhead_bytes,
-        decode_steps=decode_steps,
+        decode_steps=None if decode_steps == "plain" else DecodeStepRoom(max_batch),
         max_token_s=max_token_s,
     )
     if as_json:
-        print(json.dumps(plan_document(plan, kv_bytes), indent=2))
+        print(json.dumps(plan_document(plan, kv_bytes, decode_steps), indent=2))
         return
     console = Console(width=200, highlight=False, soft_wrap=True)
     console.print(_heading(plan), markup=False)
     console.print(_table(plan))
-    console.print(_conclusion(plan, kv_bytes), markup=False)
+    console.print(_conclusion(plan, kv_bytes, decode_steps), markup=False)
 
 
-def plan_document(plan: Plan, kv_bytes: int | None) -> dict[str, Any]:
+def plan_document(plan: Plan, kv_bytes: int | None, decode_steps: str = "plain") -> dict[str, Any]:
     """The plan as JSON. Bytes, seconds and tokens are exact; `kv_gib_tokens` answers --kv-gib."""
     model = plan.model
     return {
@@ -96,12 +99,20 @@ def plan_document(plan: Plan, kv_bytes: int | None) -> dict[str, Any]:
         "chosen": plan.chosen.fit.cut.name,
         "reason": plan.reason,
         "worker_arguments": plan.worker_arguments(),
+        "decode_worker_arguments": decode_arguments(plan, decode_steps),
         "pod_resources": plan.pod_resources(),
         "worker_refusals": [
             {"flag": f"--{each.field}", "reason": each.reason} for each in plan.worker_refusals()
         ],
         "kv_gib_tokens": None if kv_bytes is None else kv_bytes // model.kv_token_bytes,
     }
+
+
+def decode_arguments(plan: Plan, decode_steps: str) -> dict[str, str]:
+    """The flags that a decode worker takes besides, for the steps whose memory the plan takes off."""
+    if plan.decode_steps is None:
+        return {}
+    return {"decode-steps": decode_steps, "max-batch": str(plan.decode_steps.max_batch)}
 
 
 def _cut_document(candidate: Candidate) -> dict[str, Any]:
@@ -222,7 +233,7 @@ def _others(plan: Plan) -> str:
     return f"\n{len(others)} other cuts: {missing} do not fit, none serves more (--json has them)\n"
 
 
-def _conclusion(plan: Plan, kv_bytes: int | None) -> str:
+def _conclusion(plan: Plan, kv_bytes: int | None, decode_steps: str) -> str:
     lines = [_others(plan), plan.reason]
     capacity = plan.chosen.capacity
     if capacity is not None and 0 < capacity.prefill_share < 1:
@@ -238,10 +249,13 @@ def _conclusion(plan: Plan, kv_bytes: int | None) -> str:
     if kv_bytes is not None:
         tokens = kv_bytes // plan.model.kv_token_bytes
         lines.append(f"{kv_bytes / GIB:g} GiB of KV hold {tokens:,} tokens, each stored once")
-    arguments = " ".join(f"--{name}={value}" for name, value in plan.worker_arguments().items())
     replicas = plan.chosen.fit.cut.replicas
     workers = f"each of {replicas} such workers" if replicas > 1 else "such a worker"
-    lines.append(f"Flags of {workers}: {arguments}")
+    lines.append(f"Flags of {workers}: {_flags(plan.worker_arguments())}")
+    if more := decode_arguments(plan, decode_steps):
+        lines.append(f"A decode worker also takes {_flags(more)}")
+    if note := _batch_note(plan):
+        lines.append(note)
     if refusals := plan.worker_refusals():
         reasons = "; ".join(f"--{each.field}: {each.reason}" for each in refusals)
         lines.append(f"This version refuses these flags: {reasons}")
@@ -250,3 +264,17 @@ def _conclusion(plan: Plan, kv_bytes: int | None) -> str:
     resources = ", ".join(f"{name} {amount}" for name, amount in plan.pod_resources().items())
     lines.append(f"Resources of its pod, page cache for one copy of the weights included: {resources}")
     return "\n".join(lines)
+
+
+def _flags(arguments: Mapping[str, str]) -> str:
+    return " ".join(f"--{name}={value}" for name, value in arguments.items())
+
+
+def _batch_note(plan: Plan) -> str:
+    """Where a worker with these flags runs fewer sequences in a step than the plan counts."""
+    capacity = plan.chosen.capacity
+    batch = DEFAULT_BATCH if plan.decode_steps is None else plan.decode_steps.max_batch
+    n_sequences = 0 if capacity is None else -(-capacity.n_sequences // plan.chosen.fit.cut.replicas)
+    if n_sequences <= batch:
+        return ""
+    return f"Its rates count {n_sequences:,} sequences in a step; these flags run {batch} (--max-batch)"

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 
 from libs.common.runtime.process_settings import ServiceSettings, TierSettings
 from libs.common.runtime.settings import rows, setting
-from libs.common.worker_bounds import MAX_BATCH, MAX_STEP_TOKENS, MAX_THREADS
+from libs.common.worker_bounds import DEFAULT_BATCH, MAX_BATCH, MAX_STEP_TOKENS, MAX_THREADS
 from libs.engine.kernels.device_name import CPU, cuda_index
 from libs.engine.parallel.sizes import ParallelSizes, parse_sizes
 from libs.engine.step.draft_head import MAX_DRAFT_TOKENS, DraftHead
@@ -100,7 +100,7 @@ class EngineSettings(WorkerSettings):
         "memory for staged copies", default=None, default_text="half of the KV cache, at most 4 GiB", least=1
     )
     block_tokens: int = setting("tokens of a KV block, the same in the cluster", default=64, least=1)
-    max_batch: int = setting("sequences in one engine step", default=64, least=1, most=MAX_BATCH)
+    max_batch: int = setting("sequences in one engine step", default=DEFAULT_BATCH, least=1, most=MAX_BATCH)
     max_context_tokens: int | None = setting(
         "longest context, prompt and answer; its KV must fit",
         default=None,

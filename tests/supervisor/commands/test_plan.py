@@ -87,8 +87,24 @@ def test_decode_steps_as_graphs_take_memory_of_each_card(tmp_path: Path) -> None
     output = run("--decode-steps", "ahead", "--max-batch", "32", model=tmp_path, gpus="1xh100")
     room = f"{n_bytes / 2**30:.2f} for decode steps as graphs (32 sequences with up to 8 drafts)"
     assert room in output.replace("\n", " ")
+    assert "A decode worker also takes --decode-steps=ahead --max-batch=32" in output
+    assert graphs["decode_worker_arguments"] == {"decode-steps": "graphs", "max-batch": "32"}
+    assert plain["decode_worker_arguments"] == {}
     with pytest.raises(InvalidArgument, match="must be plain, graphs or ahead"):
         run("--decode-steps", "fast")
+
+
+def test_rates_of_more_sequences_than_the_flags_run_are_named(tmp_path: Path) -> None:
+    """Kimi-K2.5 serves fewer than 64 at once on these cards, Moonlight with short prompts more."""
+    (tmp_path / "config.json").write_text(json.dumps(MOONLIGHT))
+    short = ("--prompt-tokens", "128", "--output-tokens", "128")
+    sequences = json.loads(run("--json", *short, model=tmp_path, gpus="1xh100"))["cuts"][0]["sequences"]
+    assert sequences > 64
+    note = f"Its rates count {sequences:,} sequences in a step; these flags run "
+    assert f"{note}64 (--max-batch)" in run(*short, model=tmp_path, gpus="1xh100")
+    graphs = (*short, "--decode-steps", "graphs", "--max-batch", "32")
+    assert "these flags run 32 (--max-batch)" in run(*graphs, model=tmp_path, gpus="1xh100")
+    assert "these flags run" not in run()
 
 
 def test_a_trace_sizes_the_fleet(tmp_path: Path) -> None:
