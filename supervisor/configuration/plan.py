@@ -126,13 +126,13 @@ def thread_limits(cpu_count: int | None = None) -> dict[str, str]:
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
 
 
-def memory_limits(config: ClusterConfig, role: Role, memory_bytes: int) -> dict[str, str]:
+def memory_arguments(config: ClusterConfig, role: Role, memory_bytes: int) -> list[str]:
     """The share of a worker with its KV cache in the host, where neither a flag nor the file states one."""
     is_on_host = role in _ENGINES and config.device(role) == CPU
     if not is_on_host or config.sizes.memory_bytes or role in config.file_memory_bytes:
-        return {}
+        return []
     share = share_of_unstated(config.host_memory_bytes(), memory_bytes)
-    return {"SLIPSTREAM_MEMORY_BYTES": str(share)}
+    return ["--memory-bytes", str(share)]
 
 
 def plan_services(
@@ -160,6 +160,7 @@ def plan_services(
             command += ["--admin", admin]
         if config.config_file is not None:
             command += ["--config", str(config.config_file)]
+        command += memory_arguments(config, role, memory_bytes or memory_limit_bytes())
         command += _arguments(config, role, instance, http)
         plans.append(
             ProcessPlan(
@@ -175,7 +176,6 @@ def plan_services(
                 env={
                     "SLIPSTREAM_CLUSTER_SECRET_FILE": str(secret_file(config.run_dir)),
                     **thread_limits(cpu_count),
-                    **memory_limits(config, role, memory_bytes or memory_limit_bytes()),
                     **config.extra_environment.get(role, {}),
                 },
             )

@@ -40,7 +40,7 @@ def test_the_workers_share_three_quarters_of_the_memory() -> None:
         ),
     ):
         plans = plan_services(config, etcd="e:1", ports=list(range(7000, 7040)), memory_bytes=4 << 30)
-        found = {p.instance: p.env.get("SLIPSTREAM_MEMORY_BYTES") for p in plans}
+        found = {p.instance: flag(p, "--memory-bytes") for p in plans}
         wanted = None if share is None else str(share)
         assert [found[name] for name in ("prefill-0", "decode-0", "decode-1")] == [wanted] * 3
         assert found["router-0"] is found["kvstore-0"] is None
@@ -54,7 +54,7 @@ def test_memory_that_the_file_states_for_one_tier_leaves_the_other_tiers_their_s
         from_file=frozenset({"memory_bytes", "device"}),
     )
     plans = plan_services(config, etcd="e:1", ports=list(range(7000, 7040)), memory_bytes=4 << 30)
-    found = {p.instance: p.env.get("SLIPSTREAM_MEMORY_BYTES") for p in plans}
+    found = {p.instance: flag(p, "--memory-bytes") for p in plans}
     assert [found[name] for name in ("prefill-0", "decode-0", "decode-1")] == [None, *[str(3 << 29)] * 2]
 
 
@@ -64,21 +64,22 @@ def test_memory_that_the_file_gives_one_tier_is_missing_in_the_share_of_the_othe
 ) -> None:
     config = ClusterConfig(prefill=1, decode=2, file_memory_bytes={Role.PREFILL: stated})
     plans = plan_services(config, etcd="e:1", ports=list(range(7000, 7040)), memory_bytes=4 << 30)
-    found = {p.instance: p.env.get("SLIPSTREAM_MEMORY_BYTES") for p in plans}
+    found = {p.instance: flag(p, "--memory-bytes") for p in plans}
     assert [found[name] for name in ("prefill-0", "decode-0", "decode-1")] == [None, *[str(left)] * 2]
 
 
 def test_memory_that_a_flag_states_is_no_share() -> None:
     config = ClusterConfig(prefill=1, decode=2, sizes=WorkerSizes(memory_bytes=1 << 30))
     plans = plan_services(config, etcd="e:1", ports=list(range(7000, 7040)), memory_bytes=4 << 30)
-    assert not any("SLIPSTREAM_MEMORY_BYTES" in p.env for p in plans)
+    found = {p.instance: (p.command.count("--memory-bytes"), flag(p, "--memory-bytes")) for p in plans}
+    assert [found[name] for name in ("prefill-0", "decode-0", "decode-1")] == [(1, str(1 << 30))] * 3
 
 
 def test_a_worker_on_a_device_gets_no_share_of_the_host() -> None:
     """Its --memory-bytes is of the device; the workers on the host share more."""
     config = ClusterConfig(prefill=1, decode=2, file_device={Role.DECODE: "cuda"})
     plans = plan_services(config, etcd="e:1", ports=list(range(7000, 7040)), memory_bytes=4 << 30)
-    found = {p.instance: p.env.get("SLIPSTREAM_MEMORY_BYTES") for p in plans}
+    found = {p.instance: flag(p, "--memory-bytes") for p in plans}
     assert [found[f"decode-{n}"] for n in (0, 1)] == [None, None]
     assert found["prefill-0"] == str(3 << 30)
 

@@ -35,7 +35,7 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{flag}", required=True)
     for flag in ("transport", "model", "draft-model", "http", "admin", "admin-http", "data-dir", "drain-s"):
         parser.add_argument(f"--{flag}")
-    for flag in ("drafts", "drafter", "log-format", "engine", "autoscale-limits"):
+    for flag in ("drafts", "drafter", "memory-bytes", "log-format", "engine", "autoscale-limits"):
         parser.add_argument(f"--{flag}")
     parser.add_argument("--allow-pinning", action="store_true")
     parser.add_argument("--database")
