@@ -19,6 +19,7 @@ from slipstream.credentials.certificates import TlsFault, check_authority
 from slipstream.credentials.secret_files import exposure
 from slipstream.errors import InvalidArgument
 from slipstream.logs.lines import LOG_FORMATS
+from slipstream.rpc.hosts import host_of, is_loopback
 from supervisor.configuration.plan import ACCESS_LOG, DRAFTERS, DRAFTS, ETCD, LOG_LEVELS, POOLS, ClusterConfig
 from supervisor.forking.starts import STARTS
 from supervisor.ports import require_free
@@ -69,6 +70,7 @@ def check_config(config: ClusterConfig) -> None:
         raise InvalidArgument("--grpc", f"is {config.http}, as --http: the two need different ports")
     _check_transport(config)
     _check_access(config)
+    _check_open_ports(config)
     _check_space(config)
 
 
@@ -163,6 +165,19 @@ def _check_access(config: ClusterConfig) -> None:
     access = EtcdAccess.of(config)
     if config.pool is not None and not access.is_plain:
         raise InvalidArgument("--pool", "Mooncake reaches no etcd with TLS or a user")
+
+
+def _check_open_ports(config: ClusterConfig) -> None:
+    """Refuse what a router would refuse: ports of clients that other machines may use without a key."""
+    if config.api_keys is not None:
+        return
+    ports = [("--http", config.http, "--api-keys")]
+    if config.tls is None:
+        ports.append(("--grpc", config.grpc, "--api-keys, or --tls-ca and its certificates"))
+    for flag, address, needed in ports:
+        if address is not None and not is_loopback(host_of(address)):
+            reason = f"{address} is not a loopback address, and anyone could call: it needs {needed}"
+            raise InvalidArgument(flag, reason)
 
 
 def exposed_secrets(config: ClusterConfig) -> list[str]:

@@ -208,6 +208,9 @@ async def test_what_cannot_work_is_refused_before_anything_starts(
     await wrong_flag(fake, "--log-level: must be", log_level="loud")
     await wrong_flag(fake, "--transport: must be", transport="pigeon")
     await wrong_flag(fake, "--pool: must be one of mooncake", pool="none")
+    for flag in ("http", "grpc"):
+        anyone = f"--{flag}: 0.0.0.0:1 is not a loopback address, .* needs --api-keys"
+        await wrong_flag(fake, anyone, **{flag: "0.0.0.0:1"})
     await wrong_flag(fake, "--model: .*config.json is missing", model=tmp_path / "nowhere")
     await wrong_flag(fake, "--draft-model: .*config.json is missing", draft_model=tmp_path / "nowhere")
     for text, why in (("{", "is not JSON"), ("[]", "holds no JSON object")):
