@@ -37,13 +37,13 @@ def check(
 ) -> None:
     """Check every section, key and value of a file. Exit code 1 for what a service would refuse."""
     from libs.common.runtime.config_file import read_sections
-    from supervisor.configuration.cluster_file import sections_values
+    from supervisor.configuration.cluster_file import sections_values, without_path
 
     try:
         sections = read_sections(file)
         _, services = sections_values(sections, checks_files=files)
     except ValueError as error:
-        raise InvalidArgument(str(file), str(error).removeprefix(f"{file}: ")) from None
+        raise InvalidArgument(str(file), without_path(file, str(error))) from None
     named = ", ".join(f"[{section}]" for section in sections) or "no section"
     print(f"{file}: {named}; {sum(map(len, services.values()))} settings of services are set")
 

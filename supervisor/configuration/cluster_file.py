@@ -115,7 +115,7 @@ class ClusterFile:
             flag = f"--{error.name.replace('_', '-')}"
             raise InvalidArgument(_FLAG, f"{path}: {error}; {flag} names another") from None
         except ValueError as error:
-            raise InvalidArgument(_FLAG, f"{path}: {_without(path, str(error))}") from None
+            raise InvalidArgument(_FLAG, f"{path}: {without_path(path, str(error))}") from None
         file = cls(path.resolve(), up, services, unused)
         file._check_shareable()
         return file
@@ -202,5 +202,6 @@ def _tls_of(values: Mapping[str, Any]) -> TlsFiles | None:
     return TlsFiles(ca, certificate, key, values.get("tls_server_name", ""))
 
 
-def _without(path: Path, text: str) -> str:
+def without_path(path: Path, text: str) -> str:
+    """The text of an error without the path that it begins with."""
     return text.removeprefix(f"{path}: ").removeprefix(f"{path} ")

@@ -23,6 +23,7 @@ from libs.common.service_bounds import MAX_CONFIGURATION_BYTES
 COMMON, UP = "common", "up"
 SERVICE_SECTIONS = ("router", "prefill", "decode", "kvstore", "drafter")
 SECTIONS = (COMMON, *SERVICE_SECTIONS, UP)
+_ALL_SECTIONS = ", ".join(f"[{each}]" for each in SECTIONS)
 # Settings of several services that [common] may hold, beside those of every service.
 SHARED_NAMES = ("model", "draft_model", "engine", "threads", "region", "transport")
 
@@ -119,12 +120,9 @@ def _sections_of(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ValueError(f"{file} is not TOML: {error}") from None
     for name, values in document.items():
         if name not in SECTIONS and isinstance(values, dict):
-            raise ValueError(f"{file}: no section is named [{name}]{_meant(name, SECTIONS)}")
+            raise ValueError(f"{file}: no section is named [{name}]{_meant_section(name)}")
         if not isinstance(values, dict):
-            raise ValueError(
-                f"{file}: {name} stands outside of a section; there are "
-                + ", ".join(f"[{each}]" for each in SECTIONS)
-            )
+            raise ValueError(f"{file}: {name} stands outside of a section; there are " + _ALL_SECTIONS)
         yield name, values
 
 
@@ -158,3 +156,9 @@ def _value(row: Row, section: str, value: Any, *, checks_files: bool) -> Any:
 def _meant(name: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(name.replace("-", "_"), sorted(known), n=1)
     return f"; is {near[0]} meant?" if near else ""
+
+
+def _meant_section(name: str) -> str:
+    """The section that looks most like the name, or all of them."""
+    near = difflib.get_close_matches(name, SECTIONS, n=1, cutoff=0.7)
+    return f"; is {near[0]} meant?" if near else f"; there are {_ALL_SECTIONS}"

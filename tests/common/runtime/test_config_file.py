@@ -40,6 +40,7 @@ def test_a_service_skips_shared_settings_that_it_lacks_and_other_sections(tmp_pa
     ("text", "words"),
     [
         ("[comon]\n", "no section is named [comon]; is common meant?"),
+        ("[cluster]\n", "no section is named [cluster]; there are [common], [router], [prefill],"),
         ("[common]\nlog_levl = 1", "[common] no setting is named log_levl; is log_level meant?"),
         ("[common]\nmax_batch = 1", "[common] max_batch: not every service has it: put it into [decode]"),
         ("[decode]\nmax-batch = 1", "[decode] no setting is named max-batch; is max_batch meant?"),

@@ -34,6 +34,15 @@ def test_check_finds_a_wrong_key_in_any_section(tmp_path: Path, tier: str) -> No
     assert f"[{tier}] no setting is named wrong_key_here" in refused.exception.message
 
 
+def test_a_file_that_cannot_be_read_is_named_once(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("[decode\n")
+    for name, why in (("c.toml", "is not TOML"), ("none.toml", "cannot be read")):
+        file = str(tmp_path / name)
+        error = invoke("check", file).exception
+        assert isinstance(error, InvalidArgument)
+        assert why in error.message and error.message.count(file) == 1
+
+
 def test_check_asks_for_files_where_the_flag_says_so(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text('[router]\napi_keys = "/none"\n')
     assert invoke("check", str(tmp_path / "c.toml")).exit_code == 0
