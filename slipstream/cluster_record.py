@@ -126,8 +126,8 @@ def read_record(run_dir: Path, *, instead: str = "") -> ClusterRecord:
     except OSError as error:
         raise NotFound(f"{run_dir} cannot be a run directory: {error.strerror}") from None
     if record is None or not is_running(run_dir):
-        other = f", or give {instead}" if instead else ""
-        raise NotFound(f"no cluster runs in {run_dir}; start one with `slipstream up`{other}")
+        others = f"--run-dir or {instead}" if instead else "--run-dir"
+        raise NotFound(f"no cluster runs in {run_dir}; start one with `slipstream up`, or give {others}")
     processes = tuple(ProcessRecord(**process) for process in record.pop("processes"))
     plain_http = tuple(record.pop("plain_http", ()))
     return ClusterRecord(**record, processes=processes, plain_http=plain_http)

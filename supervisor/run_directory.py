@@ -39,7 +39,8 @@ class RunDirLock:
         except OSError:
             self._file.close()
             raise FailedPrecondition(
-                f"a cluster already runs in {run_dir}: see `slipstream status`, end it with `slipstream down`"
+                f"a cluster already runs in {run_dir}: see `slipstream status --run-dir {run_dir}`, "
+                f"end it with `slipstream down --run-dir {run_dir}`"
             ) from None
 
     def close(self) -> None:

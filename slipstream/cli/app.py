@@ -69,8 +69,9 @@ def _show_usage_error(error: Any) -> int:
     if "\n" in message:
         error.show()
     else:
+        end = " See --help" if message.endswith("?") else "; see --help"
         name = error.ctx.command_path if error.ctx is not None else "slipstream"
-        print(f"{name}: {message.rstrip('.')}; see --help", file=sys.stderr)
+        print(f"{name}: {message.rstrip('.')}{end}", file=sys.stderr)
     return int(error.exit_code)
 
 

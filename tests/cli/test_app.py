@@ -78,6 +78,7 @@ def test_sdk_commands_exist_without_the_server_package(sdk_only: Any) -> None:
     [
         (["chat", "--bogus"], "slipstream chat: No such option: --bogus; see --help"),
         (["keys", "new", "--name"], "slipstream: Option '--name' requires an argument; see --help"),
+        (["cha"], "slipstream: No such command 'cha'. Did you mean 'chat'? See --help"),
         (["nope"], "slipstream: No such command 'nope'; see --help"),
     ],
 )
