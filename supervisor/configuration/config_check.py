@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from libs.common.cluster.worker_record import Role
 from libs.common.etcd.access import EtcdAccess
 from libs.common.runtime.settings import check_peers
 from libs.common.transport.open import TransportChoice
@@ -186,6 +187,13 @@ def exposed_secrets(config: ClusterConfig) -> list[str]:
     files += [("--etcd-password-file", config.etcd_password_file)]
     files += [("--tls-key", config.tls.key if config.tls is not None else None)]
     return [f"{flag}: {text}" for flag, file in files if file is not None and (text := exposure(file))]
+
+
+def idle_drafters(config: ClusterConfig) -> list[str]:
+    """What to say of drafters that no decode worker asks. With another etcd other clusters' workers may."""
+    if config.drafts != "off" or not config.counts()[Role.DRAFTER] or config.etcd is not None:
+        return []
+    return ["--drafter: drafters have no work with --drafts off"]
 
 
 def _check_choice(flag: str, value: str, allowed: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ import random
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from libs.common.cluster.worker_record import Role
 from slipstream.errors import FailedPrecondition, InvalidArgument
 from slipstream.rpc.tls import TlsFiles
 from supervisor.configuration.cluster_options import ROOT, WorkerSizes
+from supervisor.configuration.config_check import idle_drafters
 from supervisor.configuration.plan import ClusterConfig, ProcessPlan, plan_services, ports_needed
 from supervisor.ports import FIRST_PORT, LAST_PORT, free_ports, require_free
 
@@ -66,6 +68,14 @@ def test_memory_that_the_file_gives_one_tier_is_missing_in_the_share_of_the_othe
     plans = plan_services(config, etcd="e:1", ports=list(range(7000, 7040)), memory_bytes=4 << 30)
     found = {p.instance: flag(p, "--memory-bytes") for p in plans}
     assert [found[name] for name in ("prefill-0", "decode-0", "decode-1")] == [None, *[str(left)] * 2]
+
+
+def test_drafters_without_work_are_named() -> None:
+    asked = ClusterConfig(drafters=1)
+    off = replace(asked, drafts="off")
+    assert idle_drafters(off) == ["--drafter: drafters have no work with --drafts off"]
+    for config in (asked, replace(off, drafters=None), replace(off, etcd="127.0.0.1:2379")):
+        assert idle_drafters(config) == []
 
 
 def test_memory_that_a_flag_states_is_no_share() -> None:
