@@ -63,6 +63,12 @@ class ClusterRecord:
         """Base address of the OpenAI API of the first router."""
         return f"{self.http_scheme('router')}://{self.router_http}/v1"
 
+    def console_url(self) -> str | None:
+        """Address of the console of the first router; None where no router runs."""
+        ports = (p.admin_http for p in self.processes if p.role == "router" and p.admin_http is not None)
+        port = next(ports, None)
+        return None if port is None else f"{self.http_scheme('router')}://{port}/console/"
+
     def http_scheme(self, role: str) -> str:
         """The scheme of the HTTP ports of such a process."""
         return "https" if self.tls and role not in self.plain_http else "http"

@@ -136,5 +136,7 @@ async def _run(cluster: ClusterSupervisor) -> None:
         record = cluster.record()
         memory_mb = cluster.rss_bytes() / 1e6
         say(f"ready in {cluster.ready_s:.1f} s, {memory_mb:.0f} MB; logs in {record.run_dir}/logs")
+        if console := record.console_url():
+            say(f"console {console}")
         say(f"gRPC {record.router_grpc}, HTTP {record.http_url}; Ctrl-C stops")
         await asyncio.Event().wait()

@@ -111,6 +111,7 @@ async def test_status_kill_and_down(foreground: asyncio.subprocess.Process, tmp_
     assert await foreground.wait() == 0
     assert not mentioning(str(run_dir))
     assert "starting etcd, 1 prefill, 1 decode, 1 router" in said
+    assert f"console http://{record.find('router-0').admin_http}/console/\n" in said
     assert f"gRPC {record.router_grpc}, HTTP http://{record.router_http}/v1" in said
     assert said.endswith("slipstream: stopped\n")
     for verb in ("status", "down"):
