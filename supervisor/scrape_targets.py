@@ -13,7 +13,6 @@ from libs.common.cluster.discovery import EtcdDiscovery
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.etcd.access import EtcdAccess
 from slipstream.cluster_record import ClusterRecord
-from slipstream.rpc.hosts import host_of
 from supervisor.process import ProcessState
 
 
@@ -38,12 +37,13 @@ def scrape_targets(record: ClusterRecord, routers: Iterable[Worker]) -> list[dic
     for process in record.processes:
         if process.admin_http is None or process.state == ProcessState.DRAINED:
             continue
+        host = process.admin_http.rpartition(":")[0]
         ports = {process.instance: process.admin_http}
         for each in routers:
-            is_of_it = each.instance.startswith(f"{process.instance}.")
-            # Prometheus dials what this file names: a record in etcd may name no other machine.
-            if is_of_it and host_of(each.admin_http) == host_of(process.admin_http):
-                ports[each.instance] = each.admin_http
+            # Prometheus dials what this file names, so a record in etcd gives the port, and not the machine.
+            # A process advertises the port that it has, whatever its host is called elsewhere.
+            if each.instance.startswith(f"{process.instance}.") and each.admin_http:
+                ports[each.instance] = f"{host}:{each.admin_http.rpartition(':')[2]}"
         scheme = record.http_scheme(process.role)
         found += [_target(process.role, *port, scheme=scheme) for port in ports.items()]
     return found

@@ -60,18 +60,18 @@ def test_prometheus_finds_every_process_of_a_router() -> None:
     routers = [
         announced("router-1", "127.0.0.1:11"),
         announced("router-1.1", "127.0.0.1:12"),
-        announced("router-1.2", "127.0.0.1:13"),
+        announced("router-1.2", "router.example:13"),  # its advertised name
         announced("router-10", "127.0.0.1:100"),
         announced("router-10.1", "127.0.0.1:101"),
         announced("router-2.1", "127.0.0.1:14"),  # of a drained router
         announced("elsewhere", "10.0.0.1:9090"),
-        announced("router-1.9", "10.0.0.1:9090"),  # a false record, to which Prometheus would send its token
+        announced("router-10.2", "10.0.0.1:102"),  # a false record, to which Prometheus would send its token
     ]
     targets = scrape_targets(record(*ready, process("router-2", "drained", "127.0.0.1:2")), routers)
     assert [(each["targets"], each["labels"]) for each in targets] == [
         ([f"127.0.0.1:{port}"], {"component": "router", "process": name})
         for name, port in {
             **{"router-1": 11, "router-1.1": 12, "router-1.2": 13},
-            **{"router-10": 100, "router-10.1": 101},
+            **{"router-10": 100, "router-10.1": 101, "router-10.2": 102},
         }.items()
     ]
