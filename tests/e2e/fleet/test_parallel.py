@@ -13,7 +13,7 @@ import pytest
 
 from libs.engine.core.build import EngineOptions, build_engine
 from libs.text.tokenizer import Tokenizer
-from supervisor.configuration.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.cluster_options import DEFAULT_MODEL, WorkerSizes
 from supervisor.configuration.plan import ClusterConfig
 from tests.engine.support import generate, make_spec
 from tests.support.clusters.local_cluster import LocalCluster, until
@@ -41,6 +41,8 @@ def cut(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
                 prefill=1,
                 decode=1,
                 drafts="on",
+                # Cuts add in other orders. With products in bf16 a close choice would fall otherwise.
+                sizes=WorkerSizes(compute_dtype="float32"),
                 drafters=1,
                 prefill_parallel=request.param[0],
                 decode_parallel=request.param[1],
@@ -54,7 +56,7 @@ def cut(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
 def expected() -> list[str]:
     """The greedy answers of an engine in this process."""
     tokenizer = Tokenizer.from_dir(DEFAULT_MODEL)
-    engine = build_engine(DEFAULT_MODEL, EngineOptions(threads=1))
+    engine = build_engine(DEFAULT_MODEL, EngineOptions(threads=1, compute_dtype="float32"))
     specs = [
         make_spec(str(i), np.array(tokenizer.encode_text(prompt)), max_tokens=MAX_TOKENS, ignore_eos=True)
         for i, prompt in enumerate(PROMPTS)
