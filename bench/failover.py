@@ -40,6 +40,7 @@ from libs.common.cluster.worker_record import Role
 from slipstream.async_client import AsyncClient
 from slipstream.operator_access import operator_dial
 from supervisor.cluster import ClusterSupervisor
+from supervisor.configuration.cluster_options import WorkerSizes
 from supervisor.configuration.plan import ClusterConfig
 
 _FAKE = ["--engine", "fake", "--fake-pace-s", "0.0003", "--kv-memory-bytes", str(64 << 20)]
@@ -69,7 +70,8 @@ def parse_options() -> argparse.Namespace:
 def config_of(options: argparse.Namespace, run_dir: Path) -> ClusterConfig:
     """Two of each worker; with the fake engine on sockets."""
     if options.engine == "torch":
-        return ClusterConfig(run_dir=run_dir)
+        # Texts are compared. With products in bf16 a near tie may fall otherwise after a failover (ADR 0004).
+        return ClusterConfig(run_dir=run_dir, sizes=WorkerSizes(compute_dtype="float32"))
     extra = {Role.PREFILL: _FAKE, Role.DECODE: _FAKE, Role.DRAFTER: ["--engine", "fake"]}
     return ClusterConfig(
         run_dir=run_dir, drafters=1, draft_model=None, transport="socket", extra_arguments=extra
