@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libs.common.fleet_bounds import MAX_UNREAD_HANDOFFS
 from libs.common.service_bounds import MAX_FRUITLESS_ATTEMPTS
 from services.router.execution.policies.drain_limiter import DrainLimiter
-from services.router.execution.policies.retry_policy import MAX_UNREAD_HANDOFFS, RetryPolicy
+from services.router.execution.policies.retry_policy import RetryPolicy
 from services.router.workers.awake_clock import LONGEST_ITERATION_S, AwakeClock
 from slipstream import errors
 
