@@ -3,9 +3,9 @@
 The agent's text comes from the shipped model through the public gRPC API. After each turn the demo prints
 its workers, the cached tokens of the prompt by tier, and its speed. Another worker prefills one of the turns,
 and finds the prefix in the kvstore. The draft head runs in decode-0, as on any cluster of this model;
-decode-1 asks the drafter service. It takes over when decode-0 is killed, and the last turn has no drafts,
-because the drafter service was killed. The last line is one JSON object; exit status 1 means that a check
-failed.
+decode-1 asks the drafter service. It is drained at first, and takes over when decode-0 is killed. The last
+turn has no drafts, because the drafter service was killed. The last line is one JSON object; exit status 1
+means that a check failed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from slipstream.async_client import AsyncClient
 from slipstream.errors import SlipstreamError
 from slipstream.operator_access import operator_dial
 from slipstream.replies import Reply
+from slipstream.rpc.dial import Dial
+from slipstream.v1 import worker_pb2, worker_pb2_grpc
 from supervisor.cluster import ClusterSupervisor
 from supervisor.configuration.config_check import why_no_mooncake
 from supervisor.configuration.plan import ClusterConfig
@@ -40,6 +42,7 @@ PIN_PREFILL_HEADER = "x-slipstream-prefill"
 FIRST_WORKER, OTHER_WORKER = "prefill-0", "prefill-1"
 LOCAL_HEAD, SERVED = "decode-0", "decode-1"  # decode workers by where their drafts come from
 DRAFTER = "drafter-0"
+_CALL_S = 10.0
 BOLD, DIM, RED, RESET = "\033[1m", "\033[2m", "\033[31m", "\033[0m"
 
 
@@ -141,14 +144,27 @@ def show(replies: Sequence[Reply]) -> None:
     say()
 
 
-async def converse(cluster: ClusterSupervisor, conversation: DemoConversation) -> None:
+async def set_serving(endpoint: str, dial: Dial, *, serves: bool) -> None:
+    """Let a worker take requests, or drain it."""
+    async with dial(endpoint) as channel:
+        stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
+        if serves:
+            await stub.Undrain(worker_pb2.UndrainRequest(), timeout=_CALL_S)
+        else:
+            await stub.Drain(worker_pb2.DrainRequest(), timeout=_CALL_S)
+
+
+async def converse(cluster: ClusterSupervisor, conversation: DemoConversation, dial: Dial) -> None:
     """Run the scripted turns; some of them move to another worker, or lose one."""
-    worker = FIRST_WORKER
+    worker, served = FIRST_WORKER, cluster.record().find(SERVED).endpoint
+    # The first turns run where the draft head is. The router would choose the faster one of the two.
+    await set_serving(served, dial, serves=False)
     for number, turn in enumerate(TURNS, 1):
         say(f"{BOLD}Turn {number}{RESET}" + (f" {DIM}({turn.note}){RESET}" if turn.note else ""))
         if "other prefill" in turn.note:
             worker = OTHER_WORKER
         if f"{LOCAL_HEAD} killed" in turn.note:
+            await set_serving(served, dial, serves=True)
             await cluster.hold(LOCAL_HEAD)
         if "service killed" in turn.note:
             await cluster.hold(DRAFTER)
@@ -233,7 +249,7 @@ async def run(arguments: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
         say(f"ready in {cluster.ready_s:.1f} s\n")
         async with AsyncClient(record.router_grpc) as client:
             conversation = DemoConversation(client)
-            await converse(cluster, conversation)
+            await converse(cluster, conversation, dial)
         leaked = await wait_until_idle(endpoints, conversation.problems, dial)
         result = report(cluster, conversation, await block_counts(endpoints, dial), leaked)
         for problem in conversation.problems:
