@@ -38,7 +38,7 @@ class Rows:
         return self.n_sequences * self.each
 
     def part(self, n_parts: int) -> Rows:
-        """The rows of one of `n_parts` micro-batches, which reads the contexts of its own sequences."""
+        """The rows of one of `n_parts` micro-batches, and the contexts of its sequences alone."""
         n_sequences = max(self.n_sequences / n_parts, 1.0)
         each = self.n_rows / n_parts / n_sequences
         return Rows(n_sequences, each, self.context_tokens, self.is_prefill)
