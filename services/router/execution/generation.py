@@ -184,24 +184,10 @@ class GenerationTask:
             self._state, self._decision = None, state.decision
 
     def _make_state(self, fingerprint: common_pb2.Fingerprint) -> RequestState:
-        context, prompt = self.context, self._prompt
-        salt = context.salts.of_tenant(self.caller.tenant)
-        shared = context.salts.shared(prompt.token_ids, block_tokens=fingerprint.block_tokens)
-        self._chain, n_hashed = prompt.chain(
-            root=fingerprint.digest, salt=salt, block_tokens=fingerprint.block_tokens, shared=shared
-        )
-        context.counters.add("slipstream_prompt_tokens_hashed_total", n_hashed)
-        hashes = list(self._chain.hashes)
+        context, outgoing = self.context, self._hash_prompt(fingerprint)
+        hashes = list(outgoing.hashes)
         session = context.sessions.look_up(
             self.caller.tenant, self.caller.session, hashes, block_tokens=fingerprint.block_tokens
-        )
-        outgoing = OutgoingPrompt(
-            prompt.token_ids,
-            hashes,
-            root=fingerprint.digest,
-            salt=salt,
-            block_tokens=fingerprint.block_tokens,
-            shared=shared,
         )
         return RequestState(
             context=context,
@@ -211,19 +197,7 @@ class GenerationTask:
             hashes=hashes,
             session=session,
             output=self._make_output(),
-            stats=StatsRecorder(
-                context.clock,
-                began_s=self.began_s,
-                admitted_s=self._admitted_s,
-                counters=context.counters,
-                span=self._span,
-                timeline=self.timeline,
-                is_job=self.caller.is_job,
-                prompt_tokens=len(prompt.token_ids),
-                is_prompt_alone=self.request.is_prompt_alone,
-                resume_after_tokens=self.request.resume_after_tokens,
-                counted=self.counted,
-            ),
+            stats=self._make_stats(),
             sink=self.sink,
             timeline=self.timeline,
             ticket=self.ticket,
@@ -231,6 +205,39 @@ class GenerationTask:
             hold=self.hold,
             started=self._started(),
             prompt_rows=self._prompt_rows(),
+        )
+
+    def _hash_prompt(self, fingerprint: common_pb2.Fingerprint) -> OutgoingPrompt:
+        """The prompt with the hashes of its blocks; the chain follows the whole context from here on."""
+        prompt, salts, block_tokens = self._prompt, self.context.salts, fingerprint.block_tokens
+        salt = salts.of_tenant(self.caller.tenant)
+        shared = salts.shared(prompt.token_ids, block_tokens=block_tokens)
+        self._chain, n_hashed = prompt.chain(
+            root=fingerprint.digest, salt=salt, block_tokens=block_tokens, shared=shared
+        )
+        self.context.counters.add("slipstream_prompt_tokens_hashed_total", n_hashed)
+        return OutgoingPrompt(
+            prompt.token_ids,
+            list(self._chain.hashes),
+            root=fingerprint.digest,
+            salt=salt,
+            block_tokens=block_tokens,
+            shared=shared,
+        )
+
+    def _make_stats(self) -> StatsRecorder:
+        return StatsRecorder(
+            self.context.clock,
+            began_s=self.began_s,
+            admitted_s=self._admitted_s,
+            counters=self.context.counters,
+            span=self._span,
+            timeline=self.timeline,
+            is_job=self.caller.is_job,
+            prompt_tokens=len(self._prompt.token_ids),
+            is_prompt_alone=self.request.is_prompt_alone,
+            resume_after_tokens=self.request.resume_after_tokens,
+            counted=self.counted,
         )
 
     def _make_spec(

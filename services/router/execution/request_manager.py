@@ -106,35 +106,60 @@ class RequestManager:
         have the constraint of the `first`; what `is_checked` is not checked again. A prompt that exceeds the
         context is InvalidArgument even under overload. A caller without a deadline gets the default one.
         """
-        began_s, chars = self.context.clock(), request.text_chars
+        began_s = self.context.clock()
         if caller.deadline_s is None:
             caller = caller.until(asyncio.get_running_loop().time() + bounds.DEFAULT_DEADLINE_S)
         try:
-            check_caller(caller, allow_pinning=self._allow_pinning)
-            self._check_draining()
-            if self.gate.controller.crowded:
-                self._refuse_early(request, caller, chars)
-            if not is_checked:
-                await self.read(caller, partial(check_values, request, self.context.card), n_bytes=n_bytes)
+            await self._check(request, caller, n_bytes=n_bytes, is_checked=is_checked)
             constraint = await self._constrain(request, caller) if first is None else first.constraint
             self._check_draining()  # the router may have begun to drain during the wait
-            if self._may_be_too_long(chars) and self.gate.waits(self._admission(request, caller, "", chars)):
-                # Otherwise an overlong prompt would occupy the queue, or get a retryable refusal.
-                await self._measure(request, caller)
-                self._check_draining()
-            request_id = request.request_id or f"req-{os.urandom(12).hex()}"
-            key = (caller.tenant, request_id)
-            await self._free_id(key, is_takeover=bool(request.resume_after_tokens) or caller.attempt > 1)
-            run = RunningRequest(request_id, movable=caller.attempt > 0, key_sha256=caller.key_sha256)
-            run.constraint = constraint
-            self._offer(run, request, caller, counts_prompt=not is_checked)
+            run = await self._admit(request, caller, constraint, counts_prompt=not is_checked)
         except errors.SlipstreamError as refusal:
             self.context.counters.add("slipstream_requests_refused_total")
             if isinstance(refusal, errors.Overloaded):
-                await self._check_length(request, caller, chars, n_bytes)
+                await self._check_length(request, caller, n_bytes)
             raise
+        self._start(run, request, caller, began_s)
+        return run
+
+    async def _check(
+        self, request: GenerationRequest, caller: Caller, *, n_bytes: int, is_checked: bool
+    ) -> None:
+        """Refuse what the router takes from no caller now, and the values of the request."""
+        check_caller(caller, allow_pinning=self._allow_pinning)
+        self._check_draining()
+        if self.gate.controller.crowded:
+            self._refuse_early(request, caller)
+        if not is_checked:
+            await self.read(caller, partial(check_values, request, self.context.card), n_bytes=n_bytes)
+
+    async def _admit(
+        self,
+        request: GenerationRequest,
+        caller: Caller,
+        constraint: OutputConstraint | None,
+        *,
+        counts_prompt: bool,
+    ) -> RunningRequest:
+        """Admit a checked request or let it wait, under an id that no other request has."""
+        chars = request.text_chars
+        if self._may_be_too_long(chars) and self.gate.waits(self._admission(request, caller, "", chars)):
+            # Otherwise an overlong prompt would occupy the queue, or get a retryable refusal.
+            await self._measure(request, caller)
+            self._check_draining()
+        request_id = request.request_id or f"req-{os.urandom(12).hex()}"
+        is_takeover = bool(request.resume_after_tokens) or caller.attempt > 1
+        await self._free_id((caller.tenant, request_id), is_takeover=is_takeover)
+        run = RunningRequest(request_id, movable=caller.attempt > 0, key_sha256=caller.key_sha256)
+        run.constraint = constraint
+        self._offer(run, request, caller, counts_prompt=counts_prompt)
+        return run
+
+    def _start(self, run: RunningRequest, request: GenerationRequest, caller: Caller, began_s: float) -> None:
+        """Keep an admitted or queued request, and start its task."""
         self.context.counters.add("slipstream_requests_total")
-        tracing.annotate(request_id=request_id)
+        tracing.annotate(request_id=run.request_id)
+        key = (caller.tenant, run.request_id)
         self._runs[key] = run
         # Admitted or queued: a client whose requests are refused must not hold the jobs of others.
         self.jobs.add(run, caller, self.jobs.live_arrived(caller), began_s=began_s)
@@ -142,8 +167,7 @@ class RequestManager:
         self._watch_unread()
         work = execute(run, partial(self._make_generation, run, request, caller, began_s))
         task = run.start(work, deadline_s=caller.deadline_s)
-        task.add_done_callback(partial(self._ended, run, key, chars))
-        return run
+        task.add_done_callback(partial(self._ended, run, key, request.text_chars))
 
     def _offer(
         self, run: RunningRequest, request: GenerationRequest, caller: Caller, *, counts_prompt: bool
@@ -297,21 +321,19 @@ class RequestManager:
             make = partial(self._constraints.make, request)
             return await self._grammar_thread.run_in_time(caller.tenant, make, caller.deadline_s)
 
-    def _refuse_early(self, request: GenerationRequest, caller: Caller, chars: int) -> None:
+    def _refuse_early(self, request: GenerationRequest, caller: Caller) -> None:
         """Refuse without validating the request when admission has no room. Never refuses a takeover."""
         if caller.attempt > 1 or request.resume_after_tokens:
             return
         if (request.priority or caller.priority or "default") in PRIORITIES:
-            self.gate.refuse_early(self._admission(request, caller, "", chars))
+            self.gate.refuse_early(self._admission(request, caller, "", request.text_chars))
 
-    async def _check_length(
-        self, request: GenerationRequest, caller: Caller, chars: int, n_bytes: int
-    ) -> None:
+    async def _check_length(self, request: GenerationRequest, caller: Caller, n_bytes: int) -> None:
         """Raise InvalidArgument, which clients do not retry, for a prompt that exceeds the context.
 
         A refusal has to be cheap, so only prompts that may be too long are encoded, one at a time.
         """
-        if self._may_be_too_long(chars) and not self._measuring.locked():
+        if self._may_be_too_long(request.text_chars) and not self._measuring.locked():
             await self.read(caller, partial(check_values, request, self.context.card), n_bytes=n_bytes)
             await self._measure(request, caller)
 

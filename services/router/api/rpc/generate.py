@@ -85,45 +85,67 @@ class GenerateMethod:
         metadata = metadata_of(context)
         caller = self._callers.caller(metadata, context, endpoint="Generate")
         record.tenant, record.key_name = caller.tenant, self._callers.key_name_of(caller)
-        status = None
         try:
             # An invalid id of the metadata is refused by name, not replaced.
             given = metadata.get(REQUEST_ID) or record.request_id
             call, n_bytes, keeper = await self._reader.generation(data, caller, request_id=given)
-            request = call.requests[0]
-            if request.request_id != record.request_id and is_request_id(request.request_id):
-                record.request_id = request.request_id  # the one in the message goes before the metadata
-                context.set_trailing_metadata(trailing_id(request.request_id))
+            self._note_id(call.requests[0].request_id, record, context)
             if len(call.requests) > 1:
                 choices = ChoiceRuns(self._manager, call.requests, caller, n_bytes=n_bytes, wants_stats=True)
                 record.answer = choices
                 return await self._answer_choices(call, choices, caller, record.request_id, context)
-            run = await self._manager.begin(request, caller, n_bytes=n_bytes)
-            record.request_id, record.answer = run.request_id, run.sink
+            run = await self._manager.begin(call.requests[0], caller, n_bytes=n_bytes)
         except errors.SlipstreamError as refusal:
-            if record.answer is None:  # the answer of several choices has stated more
-                limits = self._limits(caller)
-                context.set_trailing_metadata((*trailing_id(record.request_id), *limits.items()))
+            self._note_limits(caller, record, context)
             if not isinstance(refusal, errors.Overloaded):
                 raise
             status = to_status(refusal)
             note_failure(record, refusal)
             tracing.failed(refusal)
-        if status is not None:
-            refused = context.abort_with_status(with_trailing(status, context))
-            del context  # see libs/common/rpc/serve.py
-            try:
-                await refused
-            finally:  # it is written
-                elapsed_s = self._clock() - arrived_s
-                self._manager.context.counters.observe("slipstream_refusal_seconds", elapsed_s)
+        else:
+            record.request_id, record.answer = run.request_id, run.sink
+            wants_placement = metadata.get(DEBUG_HEADER) == "1"
+            return await self._answer_run(call, run, caller, keeper, context, wants_placement=wants_placement)
+        refused = context.abort_with_status(with_trailing(status, context))
+        del context  # see libs/common/rpc/serve.py
+        try:
+            await refused
+        finally:  # it is written
+            elapsed_s = self._clock() - arrived_s
+            self._manager.context.counters.observe("slipstream_refusal_seconds", elapsed_s)
+        raise AssertionError("an abort raises")
+
+    @staticmethod
+    def _note_id(request_id: str, record: AccessRecord, context: Context) -> None:
+        """The id in the message goes before the metadata's."""
+        if request_id != record.request_id and is_request_id(request_id):
+            record.request_id = request_id
+            context.set_trailing_metadata(trailing_id(request_id))
+
+    def _note_limits(self, caller: Caller, record: AccessRecord, context: Context) -> None:
+        """State a refused request's id and limits; the answer of several choices has stated more."""
+        if record.answer is None:
+            limits = self._limits(caller)
+            context.set_trailing_metadata((*trailing_id(record.request_id), *limits.items()))
+
+    async def _answer_run(
+        self,
+        call: ParsedCall,
+        run: RunningRequest,
+        caller: Caller,
+        keeper: AnswerKeeper | None,
+        context: Context,
+        *,
+        wants_placement: bool,
+    ) -> bytes:
+        """Write the events of the only answer, and end its request. Returns the last response."""
         answer = CallAnswer(call, response_id=keeper.response_id if keeper is not None else "")
         keep = None if keeper is None else partial(self._keep, keeper, caller.tenant)
         try:
             answer.prompt = await self._prompt_text(call, caller)
             return await self._answer(run, answer, self._limits(caller), context, keep)
         finally:
-            decision = run.decision() if metadata.get(DEBUG_HEADER) == "1" else None
+            decision = run.decision() if wants_placement else None
             placement = [] if decision is None else [(PLACEMENT_HEADER, header_text(decision))]
             limits = self._limits(caller)
             context.set_trailing_metadata(answer.metadata(run.request_id, limits, others=placement))
