@@ -40,11 +40,12 @@ from libs.common.telemetry.counters import Counters
 from libs.common.transport.base import KvTransport
 from libs.common.transport.open import open_transport
 from libs.engine.core.fake_head import FakeHead
+from libs.engine.step.draft_head import ContextRows
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS
 from libs.worker.engine.feature_memory import FeatureMemory
 from libs.worker.requests.messages import FEATURE_BYTES, Features, bfloat16_features
 from services.decode.draft_exports import DraftExports
-from services.decode.draft_state import DraftMessage, SentRows
+from services.decode.draft_state import DraftMessage
 from services.decode.speculation import as_request
 from services.drafter.batcher import Batcher
 from services.drafter.row_reader import RowReader
@@ -111,7 +112,7 @@ class DecodeEnd:
 
     def message(self, name: str, rows: Features) -> DraftMessage:
         tokens = np.ones(len(rows), "<u4")
-        return DraftMessage((SentRows(name, 0, tokens, rows),), ((),), (), draft_tokens=1)
+        return DraftMessage((ContextRows(name, 0, tokens, rows),), ((),), (), draft_tokens=1)
 
     async def send(self, rows: Features, way: str, *, beside: Features | None = None) -> list[float]:
         """Milliseconds until the answer, and until that of a step that follows, if any."""

@@ -18,6 +18,7 @@ import numpy as np
 from libs.common.block_hash import TokenArray
 from libs.common.telemetry.tracing import TraceMetadata
 from libs.common.worker_bounds import MAX_DRAFT_MESSAGE_BYTES
+from libs.engine.step.draft_head import ContextRows
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS
 from libs.worker.requests.messages import FEATURE_BYTES, Features, bfloat16_features
 
@@ -39,25 +40,10 @@ class DraftLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class SentRows:
-    """Rows of one sequence for the drafter, where they become `ContextRows`."""
-
-    seq_id: str
-    start_position: int
-    next_tokens: TokenArray  # [n >= 1]
-    features: Features  # [n, width]
-
-    @property
-    def base_tokens(self) -> int:
-        """Committed length once they are known."""
-        return self.start_position + len(self.next_tokens) + 1
-
-
-@dataclass(frozen=True, slots=True)
 class DraftMessage:
     """One request to the drafter; `draft_tokens` may be 0: only extend."""
 
-    rows: tuple[SentRows, ...]
+    rows: tuple[ContextRows[Features], ...]
     traces: tuple[TraceMetadata, ...]  # of the sequences of `rows`, in their order
     closed: tuple[str, ...]
     draft_tokens: int
@@ -96,11 +82,10 @@ class _Pending:
             self.start += dropped
             self.n_rows -= dropped
 
-    def join(self, seq_id: str) -> SentRows:
-        surplus = max(self.n_rows - FEATURE_WINDOW_TOKENS, 0)
+    def join(self, seq_id: str) -> ContextRows[Features]:
         tokens = np.concatenate([piece[0] for piece in self.pieces])
         features = _joined([piece[1] for piece in self.pieces])
-        return SentRows(seq_id, self.start + surplus, tokens[surplus:], features[surplus:])
+        return ContextRows(seq_id, self.start, tokens, features).last(FEATURE_WINDOW_TOKENS)
 
 
 @dataclass(slots=True)
@@ -188,9 +173,9 @@ class DraftState:
         n_drafts = self.limits.draft_tokens if self.drafting else 0
         return DraftMessage(rows, traces, closed, n_drafts, self.min_confidence)
 
-    def _take_rows(self) -> tuple[SentRows, ...]:
+    def _take_rows(self) -> tuple[ContextRows[Features], ...]:
         """The rows that wait, or as many sequences of them as one message is about."""
-        rows: list[SentRows] = []
+        rows: list[ContextRows[Features]] = []
         n_bytes = 0
         for seq_id, sequence in self._sequences.items():
             pending = sequence.pending

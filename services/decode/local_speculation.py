@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from libs.common.block_hash import TokenArray
-from libs.engine.step.draft_head import ContextRows, DraftHead
+from libs.engine.step.draft_head import ContextRows, DraftHead, HeadRows
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS, StepOutput
 from libs.worker.process.warm_up import warm_up_head
 from libs.worker.requests.messages import Features, float_features
@@ -45,7 +45,7 @@ class LocalSpeculation:
         self._head: DraftHead | None = None
         self._lock = threading.Lock()
         # Rows that the head lacks, by sequence, in order and without a gap.
-        self._rows: dict[str, list[ContextRows]] = {}
+        self._rows: dict[str, list[HeadRows]] = {}
         self._closed: list[str] = []
 
     def load(self, head: DraftHead) -> None:
@@ -104,7 +104,7 @@ class LocalSpeculation:
         with self._lock:
             mode = self._control.begin(available=head is not None)
             closed, self._closed = self._closed, []
-            rows: dict[str, list[ContextRows]] = {}
+            rows: dict[str, list[HeadRows]] = {}
             if mode is DraftMode.ON:
                 rows = {seq_id: pieces for seq_id, pieces in self._rows.items() if pieces}
                 self._rows.update((seq_id, []) for seq_id in rows)
@@ -134,7 +134,7 @@ class LocalSpeculation:
                 elif output.tokens and (pieces := self._rows.get(output.seq_id)):
                     pieces.clear()  # the head's context has a gap now
 
-    def _drafts(self, head: DraftHead, rows: Sequence[ContextRows]) -> Mapping[str, Sequence[int]]:
+    def _drafts(self, head: DraftHead, rows: Sequence[HeadRows]) -> Mapping[str, Sequence[int]]:
         """Drafts of the sequences whose newest position came with the last step."""
         setups = [r for r in rows if len(r.next_tokens) > _CATCH_UP_ROWS]
         if setups:
@@ -154,7 +154,7 @@ class LocalSpeculation:
 
     # ---- under the lock
 
-    def _keep(self, rows: ContextRows) -> None:
+    def _keep(self, rows: HeadRows) -> None:
         pieces = self._rows.get(rows.seq_id)
         if pieces is None:
             return
@@ -170,7 +170,7 @@ class LocalSpeculation:
             self._closed.append(seq_id)
 
 
-def join_rows(pieces: Sequence[ContextRows]) -> ContextRows:
+def join_rows(pieces: Sequence[HeadRows]) -> HeadRows:
     """Consecutive pieces of one sequence as one, with the last FEATURE_WINDOW_TOKENS rows."""
     if len(pieces) == 1:
         return pieces[0].last(FEATURE_WINDOW_TOKENS)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from libs.engine.step.draft_head import MAX_DRAFT_TOKENS, ContextRows, DraftHead
+from libs.engine.step.draft_head import MAX_DRAFT_TOKENS, DraftHead, HeadRows
 from libs.worker.process.warm_up import warm_up_head
 from slipstream.errors import InvalidArgument
 
@@ -33,7 +33,7 @@ class Proposal:
 class Work:
     """One request of a stream. `answer` is called on the event loop, once."""
 
-    rows: Sequence[ContextRows]
+    rows: Sequence[HeadRows]
     closed: Sequence[str]
     draft_tokens: Sequence[int]  # for each of `rows`; 0 = only extend
     answer: Callable[[list[Proposal]], None]
@@ -177,7 +177,7 @@ def _close_all(head: DraftHead, batch: Sequence[Work]) -> list[list[Proposal]]:
     return [[Proposal(rows.seq_id, rows.base_tokens, ()) for rows in work.rows] for work in batch]
 
 
-def _extend(head: DraftHead, rows: Sequence[ContextRows]) -> set[int]:
+def _extend(head: DraftHead, rows: Sequence[HeadRows]) -> set[int]:
     """Take the rows in; those that do not fit are left out. Returns the ids of the accepted objects."""
     if not rows:
         return set()

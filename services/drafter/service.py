@@ -18,7 +18,7 @@ from libs.common.checksum import CHECKSUM_BYTES
 from libs.common.rpc.multiplexed_server import MultiplexedServer, ServerStream
 from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.recent_rate import RecentRate
-from libs.engine.step.draft_head import ContextRows
+from libs.engine.step.draft_head import ContextRows, HeadRows
 from libs.engine.step.types import FloatArray
 from libs.worker.engine.feature_memory import ExportedFeatures
 from libs.worker.requests.messages import FEATURE_BYTES, parse_features
@@ -52,7 +52,7 @@ class _Extend:
     exported: ExportedFeatures | None = None
     session_id: str = ""
 
-    def as_rows(self, features: FloatArray) -> ContextRows:
+    def as_rows(self, features: FloatArray) -> HeadRows:
         return ContextRows(self.seq_id, self.start_position, self.tokens, features)
 
     @property

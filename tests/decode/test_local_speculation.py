@@ -10,7 +10,7 @@ import pytest
 from libs.common.checksum import memory_at
 from libs.engine.core.fake import expected_tokens
 from libs.engine.core.fake_head import FakeHead
-from libs.engine.step.draft_head import ContextRows
+from libs.engine.step.draft_head import HeadRows
 from libs.engine.step.types import SamplingParams, StepOutput
 from libs.worker.engine.feature_memory import ExportedFeatures, FeatureMemory
 from libs.worker.requests.messages import FEATURE_BYTES
@@ -35,7 +35,7 @@ class StrictHead(FakeHead):
         self.ends: dict[str, int] = {}
         self.fails = False
 
-    def extend_batch(self, rows: Sequence[ContextRows]) -> None:
+    def extend_batch(self, rows: Sequence[HeadRows]) -> None:
         if self.fails:
             raise ValueError("a kernel failed")
         for r in rows:

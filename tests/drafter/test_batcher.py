@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.engine.core.fake_head import FakeHead
-from libs.engine.step.draft_head import MAX_DRAFT_TOKENS, ContextRows
+from libs.engine.step.draft_head import MAX_DRAFT_TOKENS, ContextRows, HeadRows
 from services.drafter.batcher import Proposal, Work, answer_batch
 from slipstream.errors import InvalidArgument
 
 
-def rows(seq_id: str, start: int, last_token: int, n: int = 2) -> ContextRows:
+def rows(seq_id: str, start: int, last_token: int, n: int = 2) -> HeadRows:
     tokens = np.full(n, last_token, dtype="<u4")
     return ContextRows(seq_id, start, tokens, np.zeros((n, 8), dtype="<f4"))
 
 
-def work(*items: ContextRows, closed: Sequence[str] = (), n_drafts: int = 3) -> Work:
+def work(*items: HeadRows, closed: Sequence[str] = (), n_drafts: int = 3) -> Work:
     return Work(items, closed, [n_drafts] * len(items), answer=lambda _: None)
 
 
@@ -55,7 +55,7 @@ def test_closed_sequences_have_no_context() -> None:
 
 
 class Picky(FakeHead):
-    def extend_batch(self, rows: Sequence[ContextRows]) -> None:
+    def extend_batch(self, rows: Sequence[HeadRows]) -> None:
         if any(13 in r.next_tokens for r in rows):
             raise InvalidArgument("next_tokens", "is unlucky")
         super().extend_batch(rows)

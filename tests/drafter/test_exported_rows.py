@@ -19,7 +19,7 @@ from libs.common.transport.base import KvTransport, TransferTimeout
 from libs.common.transport.open import open_transport
 from libs.common.transport.socket import SocketTransport
 from libs.engine.core.fake_head import FakeHead
-from libs.engine.step.draft_head import ContextRows
+from libs.engine.step.draft_head import HeadRows
 from libs.worker.engine.feature_memory import ExportedFeatures, FeatureMemory
 from libs.worker.requests.messages import FEATURE_BYTES, pack_features
 from services.drafter.row_reader import RowReader
@@ -42,9 +42,9 @@ class NotingHead(FakeHead):
 
     def __init__(self) -> None:
         super().__init__(guess=lambda token: token + 1)
-        self.got: list[ContextRows] = []
+        self.got: list[HeadRows] = []
 
-    def extend_batch(self, rows: Sequence[ContextRows]) -> None:
+    def extend_batch(self, rows: Sequence[HeadRows]) -> None:
         self.got += [each for each in rows if "/" in each.seq_id]  # not those of the warm-up
         super().extend_batch(rows)
 

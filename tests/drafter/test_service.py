@@ -12,7 +12,7 @@ import pytest
 from libs.common.cluster.discovery import InMemoryDiscovery
 from libs.common.cluster.worker_service import held
 from libs.engine.core.fake_head import FakeHead
-from libs.engine.step.draft_head import ContextRows
+from libs.engine.step.draft_head import ContextRows, HeadRows
 from libs.worker.process.settings import WorkerSettings
 from services.drafter.app import DrafterApp
 from services.drafter.batcher import MAX_FAILED_BATCHES_IN_ROW, Proposal, Work
@@ -121,7 +121,7 @@ class Faulty(FakeHead):
 
     faults = 0
 
-    def extend_batch(self, rows: Sequence[ContextRows]) -> None:
+    def extend_batch(self, rows: Sequence[HeadRows]) -> None:
         super().extend_batch(rows)
         if self.faults:
             self.faults -= 1

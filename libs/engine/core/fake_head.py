@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from libs.engine.step.draft_head import ContextRows
+from libs.engine.step.draft_head import HeadRows
 
 
 class FakeHead:
@@ -26,7 +26,7 @@ class FakeHead:
     def sequences(self) -> int:
         return len(self._last)
 
-    def extend_batch(self, rows: Sequence[ContextRows]) -> None:
+    def extend_batch(self, rows: Sequence[HeadRows]) -> None:
         for r in rows:
             self._last[r.seq_id] = int(r.next_tokens[-1])
 

@@ -18,7 +18,7 @@ import torch
 from libs.common.block_hash import TokenArray
 from libs.engine.eagle.attention import ProjectedRows
 from libs.engine.eagle.context import MAX_DRAFTS, DraftContext, HeadInputs, KvShape
-from libs.engine.step.draft_head import ContextRows
+from libs.engine.step.draft_head import ContextRows, HeadRows
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS, FloatArray
 from slipstream.errors import InvalidArgument
 
@@ -96,7 +96,7 @@ class DrafterEngine:
         self.extend_batch([ContextRows(seq_id, start_position, next_tokens, features)])
 
     @torch.inference_mode()
-    def extend_batch(self, rows_of_all: Sequence[ContextRows]) -> None:
+    def extend_batch(self, rows_of_all: Sequence[HeadRows]) -> None:
         """Add rows to their contexts, in order.
 
         They replace the rows that a context has from `start_position` on; a gap restarts the context. Raises
@@ -153,7 +153,7 @@ class DrafterEngine:
             self._contexts.popitem(last=False)
         return context
 
-    def _check(self, e: ContextRows) -> None:
+    def _check(self, e: HeadRows) -> None:
         width = self._head.config.hidden_size
         if e.features.ndim != 2 or e.features.shape[1] != width or not len(e.features):
             raise InvalidArgument("features", f"expected [rows >= 1, {width}], got {list(e.features.shape)}")

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
 
 from libs.common.block_hash import TokenArray
 from libs.engine.step.types import FloatArray
+
+# Rows of floats, or bfloat16 bits on their way to a drafter.
+FeaturesT = TypeVar("FeaturesT", bound="np.ndarray[Any, Any]")
 
 # What a request to a head may ask for, of one sequence.
 MAX_DRAFT_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class ContextRows:
+class ContextRows(Generic[FeaturesT]):
     """Committed rows of one sequence: row i is (feature of position i, token at i + 1)."""
 
     seq_id: str
     start_position: int
     next_tokens: TokenArray  # [n >= 1]
-    features: FloatArray  # [n, width]
+    features: FeaturesT  # [n, width]
 
     @property
     def end_position(self) -> int:
@@ -31,12 +36,15 @@ class ContextRows:
         """Committed length once they are known."""
         return self.end_position + 1
 
-    def last(self, n_rows: int) -> ContextRows:
+    def last(self, n_rows: int) -> ContextRows[FeaturesT]:
         """The newest `n_rows` rows."""
         surplus = max(len(self.next_tokens) - n_rows, 0)
-        return ContextRows(
-            self.seq_id, self.start_position + surplus, self.next_tokens[surplus:], self.features[surplus:]
-        )
+        tokens = self.next_tokens[surplus:]
+        features: FeaturesT = self.features[surplus:]  # type: ignore[assignment]  # it keeps its dtype
+        return ContextRows(self.seq_id, self.start_position + surplus, tokens, features)
+
+
+HeadRows = ContextRows[FloatArray]  # as a head computes with them
 
 
 class DraftHead(Protocol):
@@ -59,7 +67,7 @@ class DraftHead(Protocol):
         """Contexts held."""
         ...
 
-    def extend_batch(self, rows: Sequence[ContextRows]) -> None:
+    def extend_batch(self, rows: Sequence[HeadRows]) -> None:
         """Take rows in, in order. Raises InvalidArgument, before anything changes, when some do not fit."""
         ...
 
