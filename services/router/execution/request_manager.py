@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from services.router.admission.types import PRIORITIES, AdmissionLimits, Admissi
 from services.router.execution.context import RouterContext
 from services.router.execution.generation import GenerationTask, encode_prompt
 from services.router.execution.policies.job_holds import JobHolds
+from services.router.execution.prompt_lengths import PromptLengths
 from services.router.execution.request_stats import count_end, is_cancelled
 from services.router.execution.running_request import RunningRequest, execute
 from services.router.recording.timeline import RequestTimeline
@@ -37,8 +37,6 @@ REVOKED = "the API key was revoked, or has expired"
 _UNREAD_CHECK_S = 0.25
 # Admission charges a tenant at most this many tokens for an answer until the answer ends.
 _OUTPUT_TOKENS = 256
-# A prompt may have this many times the tokens that are estimated from its characters.
-_MAX_ESTIMATE_ERROR = 2
 
 
 class RequestManager:
@@ -58,6 +56,7 @@ class RequestManager:
             counters=context.counters,
             unplaced=lambda: context.fleet.unplaced.n_waiting,
         )
+        self.lengths = PromptLengths(context, self.gate)
         self.texts = TextShares()
         self.token_slots = TokenSlots(self.texts)
         self.jobs = JobHolds()
@@ -69,7 +68,7 @@ class RequestManager:
         # One for each request that is over for its client and not yet released on its workers.
         self._release_tasks: set[asyncio.Task[None]] = set()
         self._unread_timer: asyncio.TimerHandle | None = None  # while requests run
-        self._draining, self._measuring, self._to_measure = False, asyncio.Lock(), 0
+        self._draining = False
 
     @property
     def held(self) -> int:
@@ -143,9 +142,9 @@ class RequestManager:
     ) -> RunningRequest:
         """Admit a checked request or let it wait, under an id that no other request has."""
         chars = request.text_chars
-        if self._may_be_too_long(chars) and self.gate.waits(self._admission(request, caller, "", chars)):
+        if self.lengths.may_exceed(chars) and self.gate.waits(self._admission(request, caller, "", chars)):
             # Otherwise an overlong prompt would occupy the queue, or get a retryable refusal.
-            await self._measure(request, caller)
+            await self.lengths.check(request, caller)
             self._check_draining()
         request_id = request.request_id or f"req-{os.urandom(12).hex()}"
         is_takeover = bool(request.resume_after_tokens) or caller.attempt > 1
@@ -333,30 +332,9 @@ class RequestManager:
 
         A refusal has to be cheap, so only prompts that may be too long are encoded, one at a time.
         """
-        if self._may_be_too_long(request.text_chars) and not self._measuring.locked():
+        if self.lengths.may_exceed(request.text_chars) and not self.lengths.turn.locked():
             await self.read(caller, partial(check_values, request, self.context.card), n_bytes=n_bytes)
-            await self._measure(request, caller)
-
-    def _may_be_too_long(self, chars: int) -> bool:
-        """Whether a prompt of so many characters may exceed the context."""
-        _, estimated_tokens = self.gate.estimate(chars)
-        return _MAX_ESTIMATE_ERROR * estimated_tokens >= self.context.card.max_context_tokens
-
-    async def _measure(self, request: GenerationRequest, caller: Caller) -> None:
-        """Encode a prompt. Raises InvalidArgument if it exceeds the context.
-
-        One prompt is encoded at a time, and at most MAX_MEASURED wait. Further requests skip the check: the
-        admission queue, which respects classes and tenants, is the place to wait.
-        """
-        if self._to_measure >= service_bounds.MAX_MEASURED:
-            return
-        self._to_measure += 1
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(caller.deadline_s), self._measuring:
-                    await encode_prompt(self.context, request, tenant=caller.tenant, request_id="")
-        finally:
-            self._to_measure -= 1
+            await self.lengths.check(request, caller)
 
     def _check_draining(self) -> None:
         if self._draining:

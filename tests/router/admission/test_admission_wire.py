@@ -223,7 +223,7 @@ async def test_few_prompts_wait_for_measuring_and_the_others_in_the_queue(
     monkeypatch.setattr("libs.common.service_bounds.MAX_MEASURED", 2)
     too_long: Any = [{"role": "user", "content": "Where is my order? " * 2000}]
     async with full_router(cluster, card) as (router, client):
-        async with router.manager._measuring:  # stands for a measurement that does not end
+        async with router.manager.lengths.turn:  # stands for a measurement that does not end
             asked = [asyncio.create_task(client.chat(too_long)) for _ in range(5)]
             await eventually(lambda: router.manager.gate.controller.waiting == 3)
         await eventually(lambda: sum(task.done() for task in asked) == 2)
