@@ -155,11 +155,12 @@ class Attempt:
         sequence, self._sequence = self._sequence, None
         waits: list[Awaitable[None]] = []
         if sequence is not None:
-            sequence.close()
             if not sequence.finished:
+                sequence.abort()  # has no time-out, which the call below may reach while this router stalls
                 timeout_s = _release_timeout_s(self.workers.decode)
                 name = attempt_name(self.spec, self.number)
                 waits.append(self.workers.decode_stream.abort_and_wait(name, timeout_s=timeout_s))
+            sequence.close()
         # A decode worker whose sequence ran to its end has released the handoff.
         handed_over = sequence is not None and sequence.finished and sequence.running
         if self._prefill_began and not handed_over:

@@ -59,6 +59,9 @@ class Sequence:
     def close(self) -> None:
         self.is_closed = True
 
+    def abort(self) -> None:
+        """The worker's answer never comes."""
+
     forget = close
 
 
