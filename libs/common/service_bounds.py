@@ -304,6 +304,11 @@ _TOGETHER: tuple[_Row, ...] = (
         "further ones are not used, until others leave",
     ),
     ("The file of API keys", f"{bounds.MAX_KEY_FILE_BYTES} bytes", "the keys stay as they were"),
+    (
+        "A file that a flag names: a secret, key, password, certificate, shared prefix, tools",
+        f"{bounds.MAX_SECRET_FILE_BYTES} bytes",
+        "refused",
+    ),
     ("The file of prices", f"{MAX_PRICE_FILE_BYTES} bytes", "the prices stay as they were"),
     ("A price of a million tokens", f"{MAX_PRICE}", "the prices stay as they were"),
     (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from libs.common.runtime.signals import end_at_stop_signals
+from slipstream.credentials.bounded_file import read_bounded
 
 if __name__ == "__main__":
     end_at_stop_signals()  # The imports take a second, and several on a busy machine.
@@ -86,7 +87,7 @@ def _shared_prefix(path: Path) -> str:
     """The text of the file. Raises InvalidArgument."""
     try:
         with _naming("--shared-prefix"):
-            text = path.read_text(encoding="utf-8").strip("\n")
+            text = read_bounded(path).decode().strip("\n")
     except UnicodeDecodeError:
         raise InvalidArgument("--shared-prefix", f"{path} is not UTF-8") from None
     if not text.strip():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from slipstream.credentials.bounded_file import read_bounded
 from slipstream.credentials.secret_files import exposure
 from slipstream.errors import InvalidArgument
 
@@ -102,7 +103,7 @@ def read_api_key(key: str | None, file: Path | None, *, use_file: bool = True) -
         return key
     warn_of_exposure("--api-key-file", file)
     try:
-        text = file.read_text(encoding="utf-8").strip()
+        text = read_bounded(file).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "is no text"
         raise InvalidArgument("--api-key-file", f"{file} cannot be read: {why}") from None
@@ -121,7 +122,7 @@ def read_secret(variable: str, file: Path | None, flag: str) -> str:
         return os.environ.get(variable, "")
     warn_of_exposure(flag, file)
     try:
-        text = file.read_text(encoding="utf-8").strip()
+        text = read_bounded(file).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "is no text"
         raise InvalidArgument(flag, f"{file} cannot be read: {why}") from None

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import os
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.bounds import MAX_KEY_FILE_BYTES
+from slipstream.credentials.bounded_file import read_bounded
 from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound
 from slipstream.metering.rate_limits import LIMIT_FIELDS, NO_LIMITS, RateLimits, parse_limits
 
@@ -153,12 +155,11 @@ def format_keys(records: Sequence[KeyRecord], tenants: Mapping[str, RateLimits] 
 def read_key_file(path: Path) -> KeyFile:
     """Read and parse a file. Raises ValueError that names the file and the line."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_KEY_FILE_BYTES + 1)
+        data = read_bounded(path, max_bytes=MAX_KEY_FILE_BYTES)
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise ValueError(f"{path}:1: {error.strerror}") from None
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(data) > MAX_KEY_FILE_BYTES:
-        raise ValueError(f"{path}:1: has more than {MAX_KEY_FILE_BYTES} bytes")
     try:
         text = data.decode()
     except UnicodeDecodeError as error:

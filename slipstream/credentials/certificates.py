@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from slipstream.credentials.bounded_file import read_bounded
 from slipstream.errors import InvalidArgument
 
 # A block ends before the next one begins: else a file of begins alone takes the square of its size.
@@ -86,7 +87,7 @@ def validity_fault(certificate: Path, *, now_s: float) -> str:
 
 def _read(name: str, path: Path) -> str:
     try:
-        return path.read_text(encoding="ascii", errors="replace")
+        return read_bounded(path).decode("ascii", "replace")
     except OSError as error:
         raise TlsFault([name], f"{path} cannot be read: {error.strerror}") from None
 

@@ -14,6 +14,8 @@ import secrets
 import tempfile
 from pathlib import Path
 
+from slipstream.credentials.bounded_file import read_bounded
+
 MIN_SECRET_BYTES = 16
 KEY_BYTES = 32
 
@@ -33,7 +35,7 @@ class ClusterSecret:
     def from_file(cls, path: Path) -> ClusterSecret:
         """Read the file's text without surrounding white space. Raises ValueError, naming the file."""
         try:
-            return cls(path.read_bytes().strip())
+            return cls(read_bounded(path).strip())
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}") from None
         except ValueError as error:

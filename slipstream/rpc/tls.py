@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 
+from slipstream.credentials.bounded_file import read_bounded
 from slipstream.credentials.certificates import TlsFault, check_authority, check_pair, validity_fault
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ def _usable(files: TlsFiles) -> _Pem:
         return known[1]
     try:
         files.check()
-        pem = files.ca.read_bytes(), files.key.read_bytes(), files.certificate.read_bytes()
+        pem = read_bounded(files.ca), read_bounded(files.key), read_bounded(files.certificate)
     except OSError:
         if known is None:
             raise
@@ -142,8 +143,8 @@ class ServerCertificates:
 
     def configuration(self) -> grpc.ServerCertificateConfiguration:
         """The present contents of the files. Raises OSError."""
-        pair = (self._files.key.read_bytes(), self._files.certificate.read_bytes())
-        return grpc.ssl_server_certificate_configuration([pair], self._files.ca.read_bytes())
+        pair = (read_bounded(self._files.key), read_bounded(self._files.certificate))
+        return grpc.ssl_server_certificate_configuration([pair], read_bounded(self._files.ca))
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
         """The configuration of a handshake where the files changed since the last one; None: as before.

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from libs.common.etcd.channel import EtcdTls
 from libs.common.etcd.client import EtcdClient
+from slipstream.credentials.bounded_file import read_bounded
 from slipstream.credentials.certificates import TlsFault
 from slipstream.errors import InvalidArgument, Unauthenticated
 
@@ -76,7 +77,7 @@ class EtcdAccess:
         """Read at each login, so that a changed file counts. Its text never appears in an error."""
         assert self.password_file is not None
         try:
-            return self.password_file.read_text(encoding="utf-8").rstrip("\r\n")
+            return read_bounded(self.password_file).decode().rstrip("\r\n")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
             raise Unauthenticated(f"etcd: {self.password_file} cannot be read: {reason}") from None

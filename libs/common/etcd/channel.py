@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 
+from slipstream.credentials.bounded_file import read_bounded
 from slipstream.credentials.certificates import check_authority, check_pair
 from slipstream.errors import InvalidArgument
 from slipstream.rpc.dial import NO_RETRIES
@@ -63,10 +64,10 @@ class EtcdTls:
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Credentials from the files as they are now. Raises InvalidArgument for one that cannot be read."""
         try:
-            ca = self.ca.read_bytes()
+            ca = read_bounded(self.ca)
             if self.certificate is None or self.key is None:
                 return grpc.ssl_channel_credentials(ca)
-            return grpc.ssl_channel_credentials(ca, self.key.read_bytes(), self.certificate.read_bytes())
+            return grpc.ssl_channel_credentials(ca, read_bounded(self.key), read_bounded(self.certificate))
         except OSError as error:
             raise InvalidArgument("etcd", f"{error.filename} cannot be read: {error.strerror}") from None
 

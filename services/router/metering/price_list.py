@@ -13,6 +13,7 @@ Messages of errors name the file, the model and the field.
 
 from __future__ import annotations
 
+import errno
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from libs.common.service_bounds import MAX_PRICE, MAX_PRICE_FILE_BYTES
+from slipstream.credentials.bounded_file import read_bounded
 from slipstream.metering.money import PICO, amount_text, parse_amount
 
 _CURRENCY = re.compile(r"[A-Z]{3}")
@@ -97,12 +99,11 @@ def parse_prices(text: str, *, source: str) -> PriceList:
 def read_prices(path: Path) -> PriceList:
     """The prices of a file. Raises ValueError that names it."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_PRICE_FILE_BYTES + 1)
+        data = read_bounded(path, max_bytes=MAX_PRICE_FILE_BYTES)
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise ValueError(f"{path}: {error.strerror}") from None
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(data) > MAX_PRICE_FILE_BYTES:
-        raise ValueError(f"{path}: has more than {MAX_PRICE_FILE_BYTES} bytes")
     try:
         return parse_prices(data.decode(), source=str(path))
     except UnicodeDecodeError:

@@ -20,6 +20,7 @@ from slipstream.cli.chat.harmless_text import harmless, harmless_line
 from slipstream.cli.chat.line_input import Ask, line_reader
 from slipstream.cli.client_access import ClientAccess
 from slipstream.client import Client
+from slipstream.credentials.bounded_file import read_bounded
 from slipstream.errors import InvalidArgument, PermissionDenied, SlipstreamError, Unauthenticated
 from slipstream.replies import Reply, ToolCall
 from slipstream.requests import ChatArguments, Tool
@@ -41,7 +42,7 @@ class ChatOptions:
 def read_tools(path: Path) -> list[Tool]:
     """The tools declared in a JSON file. `InvalidArgument` if it holds no list of objects."""
     try:
-        tools = json.loads(path.read_text())
+        tools = json.loads(read_bounded(path))
     except OSError as error:
         raise InvalidArgument("--tools", f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:

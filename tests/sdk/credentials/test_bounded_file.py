@@ -1,0 +1,59 @@
+"""Files that flags name: pipes, devices and large files are refused, and never waited for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from libs.common.etcd.access import EtcdAccess
+from services.router.metering.price_list import read_prices
+from slipstream.bounds import MAX_SECRET_FILE_BYTES
+from slipstream.cli.options import read_api_key, read_secret
+from slipstream.credentials.api_key_file import read_keys
+from slipstream.credentials.bounded_file import read_bounded
+from slipstream.credentials.certificates import check_authority
+from slipstream.errors import SlipstreamError
+from slipstream.rpc.cluster_secret import ClusterSecret
+
+
+def _password(path: Path) -> None:
+    EtcdAccess("127.0.0.1:1", user="root", password_file=path)._password()
+
+
+_READERS: list[Callable[[Path], object]] = [
+    ClusterSecret.from_file,
+    lambda path: read_api_key(None, path),
+    lambda path: read_secret("NONE", path, "--webhook-secret-file"),
+    _password,
+    read_keys,
+    read_prices,
+    lambda path: check_authority(path),
+]
+
+
+@pytest.mark.parametrize("read", _READERS)
+@pytest.mark.parametrize("kind", ["pipe", "device", "large"])
+def test_a_file_without_bound_is_refused_at_once(
+    tmp_path: Path, kind: str, read: Callable[[Path], object]
+) -> None:
+    path = tmp_path / "given"
+    if kind == "pipe":
+        os.mkfifo(path, 0o600)
+    elif kind == "device":
+        path = Path("/dev/zero")
+    else:
+        path.touch(0o600)
+        os.truncate(path, 5 << 20)  # above the bound of each
+    why = "has more than" if kind == "large" else "is no regular file"
+    with pytest.raises((SlipstreamError, ValueError, OSError), match=why):
+        read(path)
+
+
+def test_a_regular_file_is_read_up_to_the_bound_and_behind_a_link(tmp_path: Path) -> None:
+    path, link = tmp_path / "given", tmp_path / "link"
+    path.write_bytes(b"x" * MAX_SECRET_FILE_BYTES)
+    link.symlink_to(path)
+    assert read_bounded(link) == path.read_bytes()
