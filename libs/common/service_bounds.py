@@ -50,6 +50,11 @@ GRPC_SHORT_REQUEST_BYTES = 64 << 10
 # A worker's streams of load reports: one for each router and operator.
 LOAD_WATCHERS = 256
 
+# Of a router's event loop, for one worker's stream of block events: the share, and what may come at once.
+# A worker that sends a change for each of 100 steps a second takes 0.02.
+BLOCK_EVENTS_SHARE = 0.1
+BLOCK_EVENTS_BURST_S = 0.5  # a snapshot of about 500,000 blocks
+
 # The file of prices, and a price of a million tokens in it.
 MAX_PRICE_FILE_BYTES = 256 << 10
 MAX_PRICE = 10_000
@@ -297,6 +302,11 @@ _TOGETHER: tuple[_Row, ...] = (
         "Prefix index of a router: all tenants / one tenant, or the blocks of no known tenant",
         f"{MAX_PREFIX_INDEX_BYTES} / {MAX_TENANT_PREFIX_INDEX_BYTES} bytes",
         "the ends of the least recently used chains are evicted",
+    ),
+    (
+        "Router's time that one worker's block events take",
+        f"{BLOCK_EVENTS_SHARE:.0%}, after {BLOCK_EVENTS_BURST_S:g} s at once",
+        "they wait at the worker, which joins them",
     ),
     (
         "Workers in etcd: that a router follows / whose records a process keeps",
