@@ -24,7 +24,6 @@ MAX_STRUCTURE_BYTES = 256 << 10
 MAX_MESSAGE_NUMBERS = 1 << 19  # two contexts of Kimi-K2.5; the parser takes 8 ms, with the interpreter's lock
 MAX_JSON_DEPTH = 512  # Python's parsers, encoders and repr end at about 990, each at another depth
 MAX_KEY_FILE_BYTES = 4 << 20
-# A file of one secret, key, password or certificate chain.
 MAX_SECRET_FILE_BYTES = 1 << 20
 # A limit of an API key in requests or tokens, and one in the currency of the prices.
 MAX_LIMIT = 10**12

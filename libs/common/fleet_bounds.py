@@ -25,3 +25,13 @@ ROWS = (
         "a decode worker computes the prompt",
     ),
 )
+
+# Of a router's event loop, for one worker's stream of block events: the share, and what may come at once.
+# A worker that sends a change for each of 100 steps a second takes 0.02.
+BLOCK_EVENTS_SHARE = 0.1
+BLOCK_EVENTS_BURST_S = 0.5  # a snapshot of about 500,000 blocks
+BLOCK_EVENTS_ROW = (
+    "Router's time that one worker's block events take",
+    f"{BLOCK_EVENTS_SHARE:.0%}, after {BLOCK_EVENTS_BURST_S:g} s at once",
+    "they wait at the worker, which joins them",
+)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from libs.common import api_bounds, batch_bounds, fleet_bounds, list_bounds, worker_bounds
+from libs.common.fleet_bounds import BLOCK_EVENTS_ROW
 from libs.common.job_bounds import JOBS, WEBHOOKS_ROW
 from slipstream import bounds
 from slipstream.rpc.backoff import HEAL_S, LONGEST_PAUSE_S
@@ -49,11 +50,6 @@ GRPC_REQUEST_BYTES = bounds.MAX_BODY_BYTES + (1 << 20)
 GRPC_SHORT_REQUEST_BYTES = 64 << 10
 # A worker's streams of load reports: one for each router and operator.
 LOAD_WATCHERS = 256
-
-# Of a router's event loop, for one worker's stream of block events: the share, and what may come at once.
-# A worker that sends a change for each of 100 steps a second takes 0.02.
-BLOCK_EVENTS_SHARE = 0.1
-BLOCK_EVENTS_BURST_S = 0.5  # a snapshot of about 500,000 blocks
 
 # The file of prices, and a price of a million tokens in it.
 MAX_PRICE_FILE_BYTES = 256 << 10
@@ -303,22 +299,14 @@ _TOGETHER: tuple[_Row, ...] = (
         f"{MAX_PREFIX_INDEX_BYTES} / {MAX_TENANT_PREFIX_INDEX_BYTES} bytes",
         "the ends of the least recently used chains are evicted",
     ),
-    (
-        "Router's time that one worker's block events take",
-        f"{BLOCK_EVENTS_SHARE:.0%}, after {BLOCK_EVENTS_BURST_S:g} s at once",
-        "they wait at the worker, which joins them",
-    ),
+    BLOCK_EVENTS_ROW,
     (
         "Workers in etcd: that a router follows / whose records a process keeps",
         f"{MAX_FOLLOWED_WORKERS} / {MAX_FLEET_RECORDS}",
         "further ones are not used, until others leave",
     ),
     ("The file of API keys", f"{bounds.MAX_KEY_FILE_BYTES} bytes", "the keys stay as they were"),
-    (
-        "A file that a flag names: a secret, key, password, certificate, shared prefix, tools",
-        f"{bounds.MAX_SECRET_FILE_BYTES} bytes",
-        "refused",
-    ),
+    ("A file of a secret or certificate", f"{bounds.MAX_SECRET_FILE_BYTES} bytes", "refused"),
     ("The file of prices", f"{MAX_PRICE_FILE_BYTES} bytes", "the prices stay as they were"),
     ("A price of a million tokens", f"{MAX_PRICE}", "the prices stay as they were"),
     (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from libs.common.service_bounds import BLOCK_EVENTS_SHARE
+from libs.common.fleet_bounds import BLOCK_EVENTS_SHARE
 from libs.common.telemetry.paced_warnings import PacedWarnings
 from services.router.prefix_index.index import PrefixIndex
 from services.router.workers.stream_pace import StreamPace

@@ -8,7 +8,7 @@ paused stream brings fewer and larger messages, or ends and begins again with a 
 
 from __future__ import annotations
 
-from libs.common.service_bounds import BLOCK_EVENTS_BURST_S, BLOCK_EVENTS_SHARE
+from libs.common.fleet_bounds import BLOCK_EVENTS_BURST_S, BLOCK_EVENTS_SHARE
 
 # What gRPC and asyncio take for a message, beside its blocks.
 _READ_S = 200e-6

@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libs.common.fleet_bounds import BLOCK_EVENTS_BURST_S, BLOCK_EVENTS_SHARE
 from libs.common.rpc.serve import ServiceHost
-from libs.common.service_bounds import BLOCK_EVENTS_BURST_S, BLOCK_EVENTS_SHARE
 from services.router.prefix_index.index import PrefixIndex
 from services.router.workers.kv_event_subscriber import KvEventSubscriber
 from services.router.workers.stream_pace import StreamPace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 from collections.abc import Callable, Mapping
 
 from aiohttp import hdrs, web
@@ -152,7 +153,8 @@ def _no_route(request: web.Request, error: web.HTTPException) -> HttpRefusal:
         message = f"{asked} does not exist: this path takes {allowed}"
         return HttpRefusal(405, message, code="method_not_allowed", headers={"Allow": allowed})
     paths = [resource.canonical for resource in request.app.router.resources()]
-    message = f"{asked} does not exist; there are {', '.join(paths)}"
+    near = difflib.get_close_matches(request.path, paths, n=3) or ["/openapi.json, which lists all paths"]
+    message = f"{asked} does not exist; there is {', '.join(near)}"
     if f"/v1{request.path}" in paths:
         message = f"{asked} does not exist, /v1{request.path} does: the base URL of the API ends with /v1"
     elif request.path.startswith("/v1/v1/"):
