@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from slipstream.bounds import MAX_SECRET_FILE_BYTES
+
 # Of the other routers a load counts as unknown: who writes into etcd may add thousands of false records.
 MAX_FOLLOWED_ROUTERS = 256
 # Routers, and processes that leave, in one answer to an operator; it stays below what a message may have.
@@ -10,6 +12,10 @@ MAX_SHOWN_PROCESSES = 1024
 MAX_ASKED_LEAVING = 64
 # Handoffs in a row that no decode worker read. Each cost the computation of a whole prompt.
 MAX_UNREAD_HANDOFFS = 3
+# Of a router's event loop, for one worker's stream of block events: the share, and what may come at once.
+# A worker that sends a change for each of 100 steps a second takes 0.02.
+BLOCK_EVENTS_SHARE = 0.1
+BLOCK_EVENTS_BURST_S = 0.5  # a snapshot of about 500,000 blocks
 
 ROWS = (
     ("Other routers whose load a router follows", f"{MAX_FOLLOWED_ROUTERS}", "the load of others is unknown"),
@@ -24,14 +30,10 @@ ROWS = (
         f"{MAX_UNREAD_HANDOFFS}",
         "a decode worker computes the prompt",
     ),
-)
-
-# Of a router's event loop, for one worker's stream of block events: the share, and what may come at once.
-# A worker that sends a change for each of 100 steps a second takes 0.02.
-BLOCK_EVENTS_SHARE = 0.1
-BLOCK_EVENTS_BURST_S = 0.5  # a snapshot of about 500,000 blocks
-BLOCK_EVENTS_ROW = (
-    "Router's time that one worker's block events take",
-    f"{BLOCK_EVENTS_SHARE:.0%}, after {BLOCK_EVENTS_BURST_S:g} s at once",
-    "they wait at the worker, which joins them",
+    (
+        "Router's time that one worker's block events take",
+        f"{BLOCK_EVENTS_SHARE:.0%}, after {BLOCK_EVENTS_BURST_S:g} s at once",
+        "they wait at the worker, which joins them",
+    ),
+    ("A file of a secret or certificate", f"{MAX_SECRET_FILE_BYTES} bytes", "refused"),
 )

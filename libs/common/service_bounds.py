@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from libs.common import api_bounds, batch_bounds, fleet_bounds, list_bounds, worker_bounds
-from libs.common.fleet_bounds import BLOCK_EVENTS_ROW
 from libs.common.job_bounds import JOBS, WEBHOOKS_ROW
 from slipstream import bounds
 from slipstream.rpc.backoff import HEAL_S, LONGEST_PAUSE_S
@@ -299,14 +298,12 @@ _TOGETHER: tuple[_Row, ...] = (
         f"{MAX_PREFIX_INDEX_BYTES} / {MAX_TENANT_PREFIX_INDEX_BYTES} bytes",
         "the ends of the least recently used chains are evicted",
     ),
-    BLOCK_EVENTS_ROW,
     (
         "Workers in etcd: that a router follows / whose records a process keeps",
         f"{MAX_FOLLOWED_WORKERS} / {MAX_FLEET_RECORDS}",
         "further ones are not used, until others leave",
     ),
     ("The file of API keys", f"{bounds.MAX_KEY_FILE_BYTES} bytes", "the keys stay as they were"),
-    ("A file of a secret or certificate", f"{bounds.MAX_SECRET_FILE_BYTES} bytes", "refused"),
     ("The file of prices", f"{MAX_PRICE_FILE_BYTES} bytes", "the prices stay as they were"),
     ("A price of a million tokens", f"{MAX_PRICE}", "the prices stay as they were"),
     (
