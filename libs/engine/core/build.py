@@ -14,12 +14,14 @@ from libs.engine.core.torch_model import TorchModel
 from libs.engine.eagle.block_config import is_block_head, parse_block_config
 from libs.engine.eagle.block_head import BlockHead
 from libs.engine.eagle.config import parse_head_config
-from libs.engine.eagle.drafter import ContextHead, DrafterEngine
+from libs.engine.eagle.drafter import MAX_SEQUENCES, ContextHead, DrafterEngine
 from libs.engine.eagle.head import EagleHead
+from libs.engine.eagle.head_memory import local_contexts, read_head_memory
 from libs.engine.graphs.buckets import BucketLimits
 from libs.engine.graphs.step_graphs import MAX_GRAPH_BYTES, CudaGraphs, StepGraphs
 from libs.engine.graphs.step_memory import StepMemory, estimate_step_memory
-from libs.engine.kernels.device import open_device
+from libs.engine.kernels.device import free_device_bytes, open_device, open_triton_kernels
+from libs.engine.kernels.device_name import CPU
 from libs.engine.kernels.interface import Kernels
 from libs.engine.kernels.library import load_library
 from libs.engine.kernels.native import NativeKernels
@@ -33,7 +35,7 @@ from libs.engine.parallel.limits import check_group
 from libs.engine.parallel.sizes import ParallelSizes
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.types import Engine
-from slipstream.errors import InvalidArgument
+from slipstream.errors import FailedPrecondition, InvalidArgument
 
 if TYPE_CHECKING:
     from libs.engine.parallel.group_runner import GroupRunner
@@ -52,6 +54,7 @@ class EngineOptions:
     n_pages, kv_memory_bytes  size of the KV cache; at most one of them
     memory_bytes              what weights and KV cache may take together; None = what the process may use
     draft_model_dir           EAGLE-3 head whose features the engine computes; None = none
+    head_bytes                of memory_bytes, for a draft head on the same device
     device                    cpu, cuda or cuda:N: where weights, KV cache and kernels are
     max_context_tokens        longest context; None = the model's, or what the KV cache holds
     max_batch                 sequences in one step
@@ -70,6 +73,7 @@ class EngineOptions:
     memory_bytes: int | None = None
     block_tokens: int = 64
     draft_model_dir: Path | None = None
+    head_bytes: int = 0
     max_context_tokens: int | None = None
     max_batch: int = 64
     step_tokens: int = 512
@@ -108,6 +112,7 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
         threads=options.threads,
         memory_bytes=options.memory_bytes,
         step_bytes=0 if steps is None else steps.n_bytes,
+        head_bytes=options.head_bytes,
         progress=options.progress,
         packed_dir=options.packed_dir,
     )
@@ -168,17 +173,29 @@ def build_drafter(
     *,
     kernels: Kernels | None = None,
     threads: int | None = None,
+    device: str = CPU,
+    max_sequences: int = MAX_SEQUENCES,
 ) -> DrafterEngine:
     """Load an EAGLE-3 head or a block drafter. Tensors that it shares with the target come from the target.
 
-    kernels  those of an engine on the same thread; None = own ones, and this thread's torch keeps one thread
-    threads  CPU threads of own kernels; None = what torch started with (OMP_NUM_THREADS, or all cores)
+    kernels        those of an engine on the same thread; None = own ones, and this thread's torch keeps one
+                   thread
+    threads        CPU threads of own kernels; None = what torch started with (OMP_NUM_THREADS, or all cores)
+    device         of own kernels: cpu, cuda or cuda:N
+    max_sequences  contexts that the head holds
+
+    Raises FailedPrecondition, before it reads weights, where the device is missing or has too little room.
     """
     is_alone = kernels is None
     if kernels is None:
+        placed = open_device(device)
         threads = threads or threads_at_start()
         torch.set_num_threads(threads)
-        kernels = NativeKernels(load_library(), threads)
+        if placed.type == "cuda":
+            kernels = open_triton_kernels(placed, torch.bfloat16)
+            _check_head_room(head_dir, device, max_sequences)
+        else:
+            kernels = NativeKernels(load_library(), threads)
     head: ContextHead = (
         BlockHead(head_dir, target_dir, kernels)
         if is_block_head(read_config_json(head_dir, "draft_model_dir"))
@@ -186,17 +203,28 @@ def build_drafter(
     )
     if is_alone:
         torch.set_num_threads(1)  # torch's idle threads would spin on the cores of the kernels' pool
-    return DrafterEngine(head)
+    return DrafterEngine(head, max_sequences=max_sequences)
+
+
+def _check_head_room(head_dir: Path, device: str, max_sequences: int) -> None:
+    free_bytes = free_device_bytes(device) or 0
+    head_bytes = read_head_memory(head_dir).n_bytes(max_sequences)
+    if head_bytes > free_bytes:
+        raise FailedPrecondition(
+            f"a draft head of {head_bytes / 1e9:.3f} GB with {max_sequences} contexts does not fit in the "
+            f"{free_bytes / 1e9:.3f} GB that are free on {device}"
+        )
 
 
 def build_local_drafter(engine: Engine, head_dir: Path, target_dir: Path) -> DrafterEngine:
-    """Load an EAGLE-3 head that runs on the thread of `engine`, with its kernels unless they are a GPU's."""
+    """Load a head that runs on the thread of `engine`, with its kernels, and so on its device."""
     model = engine.model if isinstance(engine, PagedEngine) else None
     model = model.model if isinstance(model, PacedModel) else model
     kernels = model.kernels if isinstance(model, TorchModel) else None
-    if kernels is not None and kernels.name == "triton":
-        kernels = None
-    return build_drafter(head_dir, target_dir, kernels=kernels)
+    max_sequences = MAX_SEQUENCES
+    if kernels is not None and kernels.device.type == "cuda":
+        max_sequences = local_contexts(engine.info.max_batch)
+    return build_drafter(head_dir, target_dir, kernels=kernels, max_sequences=max_sequences)
 
 
 def _check_head(head_dir: Path, config: ModelConfig) -> None:

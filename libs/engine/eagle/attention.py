@@ -6,21 +6,17 @@ value is the latent. So a context has the same form for both kinds: keys and val
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
+from libs.engine.eagle.attended import AttendedRows
 from libs.engine.eagle.config import GroupedShape, HeadConfig, LatentShape
 from libs.engine.kernels.interface import Kernels
 from libs.engine.model_spec.matrix import DenseMatrix
 from libs.engine.model_spec.rope import Rope, rotate
 
 LATENT_NORM_EPS = 1e-6  # as the target's latent norms
-
-# Keys and values [n_kv_heads, n, width] of one context.
-ContextKv = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +52,11 @@ class LatentWeights:
 class GroupedAttention:
     """Grouped or full attention with rotary positions on all of a head."""
 
-    values_in_keys = False
-
     def __init__(
         self, shape: GroupedShape, weights: GroupedWeights, config: HeadConfig, kernels: Kernels
     ) -> None:
-        self.n_kv_heads = shape.n_kv_heads
-        self.key_width = self.value_width = shape.head_dim
         self._shape, self._kernels = shape, kernels
-        self._scale, self._rope = config.softmax_scale, Rope(config)
+        self._scale, self._rope = config.softmax_scale, Rope(config, kernels.place)
         # Llama rotates the pairs (i, i + D/2), the kernels neighbours: equal scores from reordered rows.
         parts = (interleaved(weights.q, shape.head_dim), interleaved(weights.k, shape.head_dim), weights.v)
         self._qkv = kernels.pack(DenseMatrix(torch.cat(parts)))
@@ -77,30 +69,25 @@ class GroupedAttention:
         self._kernels.rotate_queries(rows[:, :rotated], shape.head_dim, self._rope.cos_sin(positions))
         return ProjectedRows(rows[:, : shape.n_heads], rows[:, shape.n_heads : rotated], rows[:, rotated:])
 
-    def attend(self, q: torch.Tensor, contexts: Sequence[ContextKv]) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, rows: AttendedRows, n_behind: int) -> torch.Tensor:
         """q [S, n_heads, key_width] -> [S, n_heads * head_dim]."""
-        return _mix(q, contexts, self._scale, self.n_kv_heads).flatten(1)
+        return rows.mix(q[:, None], n_behind, scale=self._scale).flatten(1)
 
 
 class LatentAttention:
     """MLA, absorbed."""
 
-    values_in_keys = True
-    n_kv_heads = 1
-
     def __init__(
         self, shape: LatentShape, weights: LatentWeights, config: HeadConfig, kernels: Kernels
     ) -> None:
-        self.key_width = shape.kv_lora_rank + shape.qk_rope_head_dim
-        self.value_width = shape.kv_lora_rank
         self._shape, self._kernels = shape, kernels
-        self._scale, self._rope = config.softmax_scale, Rope(config)
+        self._scale, self._rope = config.softmax_scale, Rope(config, kernels.place)
         self._q_a = None if weights.q_a is None else kernels.pack(DenseMatrix(weights.q_a))
-        self._q_norm = None if weights.q_norm is None else weights.q_norm.float()
+        self._q_norm = None if weights.q_norm is None else kernels.place(weights.q_norm.float())
         self._q_b = kernels.pack(DenseMatrix(weights.q_b))
         self._kv_a = kernels.pack(DenseMatrix(weights.kv_a))
-        self._kv_norm = weights.kv_norm.float()
-        per_head = weights.kv_b.float().view(shape.n_heads, -1, shape.kv_lora_rank)
+        self._kv_norm = kernels.place(weights.kv_norm.float())
+        per_head = kernels.place(weights.kv_b.to(kernels.dtype)).view(shape.n_heads, -1, shape.kv_lora_rank)
         self._uk = per_head[:, : shape.qk_nope_head_dim].contiguous()  # [heads, nope, lora]
         self._uv = per_head[:, shape.qk_nope_head_dim :].transpose(1, 2).contiguous()  # [heads, lora, v]
 
@@ -117,12 +104,13 @@ class LatentAttention:
         absorbed = torch.matmul(plain.transpose(0, 1), self._uk).transpose(0, 1)
         kv = kernels.linear(x, self._kv_a)
         values = kernels.rms_norm(kv[:, : shape.kv_lora_rank], self._kv_norm, LATENT_NORM_EPS)
-        keys = torch.cat([values, rotate(kv[:, shape.kv_lora_rank :], cos_sin)], dim=-1)
+        rotated_keys = rotate(kv[:, shape.kv_lora_rank :], cos_sin).to(kv.dtype)
+        keys = torch.cat([values, rotated_keys], dim=-1)
         return ProjectedRows(torch.cat([absorbed, rotated], dim=-1), keys[:, None], values[:, None])
 
-    def attend(self, q: torch.Tensor, contexts: Sequence[ContextKv]) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, rows: AttendedRows, n_behind: int) -> torch.Tensor:
         """q [S, n_heads, key_width] -> [S, n_heads * v_head_dim]."""
-        mixed = _mix(q, contexts, self._scale, 1)
+        mixed = rows.mix(q[:, None], n_behind, scale=self._scale)[:, 0]
         return torch.matmul(mixed.transpose(0, 1), self._uv).transpose(0, 1).flatten(1)
 
 
@@ -138,18 +126,6 @@ def make_attention(
         return GroupedAttention(config.attention, weights, config, kernels)
     assert isinstance(weights, LatentWeights)
     return LatentAttention(config.attention, weights, config, kernels)
-
-
-def _mix(q: torch.Tensor, contexts: Sequence[ContextKv], scale: float, n_kv_heads: int) -> torch.Tensor:
-    """[S, n_heads, value_width]. Contexts differ in length; padded copies would cost more than this loop."""
-    n_sequences, n_heads, width = q.shape
-    grouped = q.reshape(n_sequences, 1, n_kv_heads, n_heads // n_kv_heads, width)
-    mixed = [
-        scaled_dot_product_attention(grouped[i], keys[None], values[None], scale=scale)
-        for i, (keys, values) in enumerate(contexts)
-    ]
-    joined = mixed[0] if n_sequences == 1 else torch.cat(mixed)
-    return joined.reshape(n_sequences, n_heads, -1)
 
 
 def interleaved(weight: torch.Tensor, head_dim: int) -> torch.Tensor:

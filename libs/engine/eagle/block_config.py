@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from libs.engine.eagle.head_rows import KvShape
 from libs.engine.model_spec.config_section import ConfigSection
 from libs.engine.model_spec.known_keys import BLOCK_FLAG_KEYS, BLOCK_HEAD_KEYS
 from libs.engine.model_spec.rope_config import YarnConfig, parse_rope
@@ -34,6 +35,11 @@ class BlockHeadConfig:
     mask_token_id: int
     target_layers: tuple[int, ...]
     yarn: YarnConfig | None = None
+
+    @property
+    def kv_shape(self) -> KvShape:
+        """The shape of the KV of all layers together."""
+        return KvShape(self.n_layers * self.n_kv_heads, self.head_dim, self.head_dim)
 
     @property
     def qk_rope_head_dim(self) -> int:

@@ -15,12 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
+from libs.engine.eagle.attended import AttendedRows, attended_rows, most_together
 from libs.engine.eagle.attention import ProjectedRows, interleaved
 from libs.engine.eagle.block_config import BlockHeadConfig, parse_block_config
-from libs.engine.eagle.context import DraftContext, KvShape
+from libs.engine.eagle.context import DraftContext
+from libs.engine.eagle.drafted import read_drafts
+from libs.engine.eagle.head_rows import KvShape
 from libs.engine.eagle.tensor_names import TensorNames
+from libs.engine.eagle.weights import place_embedding
+from libs.engine.kernels.device import upload
 from libs.engine.kernels.interface import Kernels, Packed
 from libs.engine.model.checkpoint import Checkpoint, weights_digest
 from libs.engine.model_spec.config_json import read_config_json
@@ -47,21 +51,31 @@ class BlockHead:
         """Load it. Raises InvalidArgument or CheckpointError, naming the missing or unsupported part."""
         self.config = parse_block_config(read_config_json(head_dir, "draft_model_dir"))
         self.digest = weights_digest(head_dir)
-        self._kernels, self._rope = kernels, Rope(self.config)
+        self._kernels, self._rope = kernels, Rope(self.config, kernels.place)
         with Checkpoint(head_dir) as head, Checkpoint(target_dir) as target:
             tensors = _Tensors(head, self.config, kernels)
             self._hidden_norm = tensors.vector("hidden_norm", self.config.hidden_size)
             self._norm = tensors.vector("norm", self.config.hidden_size)
             self._layers = [tensors.layer(i) for i in range(self.config.n_layers)]
-            self._embedding, lm_head = tensors.shared(target)
+            embedding, lm_head = tensors.shared(target)
+            self._embedding = place_embedding(embedding, kernels)
             self._lm_head = kernels.pack(DenseMatrix(lm_head))
             tensors.names.refuse_others()
 
     @property
+    def device(self) -> torch.device:
+        """That of the kernels."""
+        return self._kernels.device
+
+    @property
+    def most_contexts(self) -> int:
+        """See `most_together`."""
+        return most_together(self._kernels)
+
+    @property
     def kv_shape(self) -> KvShape:
         """The shape of the KV of all layers together."""
-        c = self.config
-        return KvShape(c.n_layers * c.n_kv_heads, c.head_dim, c.head_dim)
+        return self.config.kv_shape
 
     def take_in(
         self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
@@ -77,22 +91,29 @@ class BlockHead:
         self, contexts: Sequence[DraftContext], n_drafts: int, min_confidence: float
     ) -> list[list[int]]:
         """One pass over the blocks of all contexts."""
-        c, kernels = self.config, self._kernels
-        rows = min(n_drafts + 1, c.block_size)
-        tokens = torch.full((len(contexts), rows), c.mask_token_id)
+        n_rows = min(n_drafts + 1, self.config.block_size)
+        tokens = torch.full((len(contexts), n_rows), self.config.mask_token_id)
         tokens[:, 0] = torch.tensor([context.last_token for context in contexts])
         starts = torch.tensor([context.end_position for context in contexts])
-        cos_sin = self._rope.cos_sin((starts[:, None] + torch.arange(rows)).flatten())
+        positions = starts[:, None] + torch.arange(n_rows)
+        rows = attended_rows(contexts, n_rows, self._kernels)
+        tokens, positions = (upload(each, self.device) for each in (tokens, positions))
+        return read_drafts(*self.block(tokens, positions, rows), min_confidence)
+
+    def block(
+        self, tokens: torch.Tensor, positions: torch.Tensor, rows: AttendedRows
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Drafts and their probabilities [S, R - 1] of blocks [S, R], without a wait for the device."""
+        c, kernels = self.config, self._kernels
+        cos_sin = self._rope.cos_sin(positions.flatten())
         x = self._embedding[tokens.flatten()].float()
         for index, layer in enumerate(self._layers):
-            x = self._run_layer(index, layer, x, cos_sin, contexts)
-        x = x.view(len(contexts), rows, -1)[:, 1:].reshape(-1, c.hidden_size)
-        logits = kernels.linear(kernels.rms_norm(x, self._norm, c.rms_norm_eps), self._lm_head)
-        confidence, drafts = logits.softmax(dim=-1).max(dim=-1)
-        shape = (len(contexts), rows - 1)
-        whole = confidence.view(shape).cumprod(dim=1)
-        counts = (whole >= min_confidence).sum(dim=1).tolist()
-        return [row[:count] for row, count in zip(drafts.view(shape).tolist(), counts, strict=True)]
+            x = self._run_layer(index, layer, x, cos_sin, rows, tokens.shape[1])
+        x = x.view(*tokens.shape, -1)[:, 1:].reshape(-1, c.hidden_size)
+        logits = kernels.logits(kernels.rms_norm(x, self._norm, c.rms_norm_eps), self._lm_head)
+        likely, drafts = logits.softmax(dim=-1).max(dim=-1)
+        shape = (tokens.shape[0], tokens.shape[1] - 1)
+        return drafts.view(shape), likely.view(shape)
 
     def _run_layer(
         self,
@@ -100,24 +121,19 @@ class BlockHead:
         layer: _BlockLayer,
         x: torch.Tensor,
         cos_sin: torch.Tensor,
-        contexts: Sequence[DraftContext],
+        rows: AttendedRows,
+        n_rows: int,
     ) -> torch.Tensor:
+        """`n_rows`: of each block."""
         c, kernels = self.config, self._kernels
         normed = kernels.rms_norm(x, layer.input_norm, c.rms_norm_eps)
         q = self._heads(kernels.linear(normed, layer.q), layer.q_norm, cos_sin)
         keys, values = self._keys_values(layer, normed, cos_sin)
         own = slice(index * c.n_kv_heads, (index + 1) * c.n_kv_heads)
-        rows, mixed = len(x) // len(contexts), []
-        for i, context in enumerate(contexts):
-            at = slice(i * rows, (i + 1) * rows)
-            past_keys, past_values = context.view(0)
-            k = torch.cat([past_keys[own], keys[at].transpose(0, 1)], dim=1)
-            v = torch.cat([past_values[own], values[at].transpose(0, 1)], dim=1)
-            # [rows, kv, group, D] -> [kv, rows * group, D]: all rows of the block see all keys.
-            grouped = q[at].view(rows, c.n_kv_heads, -1, c.head_dim).transpose(0, 1).flatten(1, 2)
-            out = scaled_dot_product_attention(grouped[None], k[None], v[None])[0]
-            mixed.append(out.view(c.n_kv_heads, rows, -1).transpose(0, 1).reshape(rows, -1))
-        x = kernels.linear(torch.cat(mixed), layer.o, x.clone())
+        q, keys, values = (part.view(-1, n_rows, *part.shape[1:]) for part in (q, keys, values))
+        rows.write(0, keys, values, own)
+        mixed = rows.mix(q, n_rows, scale=c.head_dim**-0.5, heads=own)
+        x = kernels.linear(mixed.flatten(2).flatten(0, 1), layer.o, x.clone())
         return kernels.mlp(kernels.rms_norm(x, layer.post_norm, c.rms_norm_eps), layer.mlp, x)
 
     def _keys_values(
@@ -146,7 +162,7 @@ class _Tensors:
         self.names = TensorNames(head, ("fc.weight",))
 
     def vector(self, name: str, width: int) -> torch.Tensor:
-        return self._tensor(name, width).float()
+        return self._kernels.place(self._tensor(name, width).float())
 
     def layer(self, index: int) -> _BlockLayer:
         c, pack, name = self._config, self._kernels.pack, f"layers.{index}"

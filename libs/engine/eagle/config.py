@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from libs.engine.eagle.head_rows import KvShape
 from libs.engine.model_spec.config_json import read_config_json
 from libs.engine.model_spec.config_section import ConfigSection
 from libs.engine.model_spec.known_keys import HEAD_FLAG_KEYS, HEAD_KEYS, LATENT_HEAD_KEYS
@@ -67,6 +68,15 @@ class HeadConfig:
         """Rotated values of a key."""
         shape = self.attention
         return shape.head_dim if isinstance(shape, GroupedShape) else shape.qk_rope_head_dim
+
+    @property
+    def kv_shape(self) -> KvShape:
+        """The shape of the attention's KV. MLA is absorbed: its values are the first part of its keys."""
+        shape = self.attention
+        if isinstance(shape, GroupedShape):
+            return KvShape(shape.n_kv_heads, shape.head_dim, shape.head_dim)
+        width = shape.kv_lora_rank + shape.qk_rope_head_dim
+        return KvShape(1, width, shape.kv_lora_rank, values_in_keys=True)
 
     @property
     def softmax_scale(self) -> float:

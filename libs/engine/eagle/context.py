@@ -7,17 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-MAX_DRAFTS = 16  # drafts of one proposal
+from libs.engine.eagle.head_rows import KvShape, context_rows
 
 
 @dataclass(frozen=True, slots=True)
-class KvShape:
-    """Widths of a row's keys and values. `values_in_keys`: values are the first part of the keys."""
+class ContextWindow:
+    """Rows of a context's buffers that hold all of its own; `n_before` others lie before these."""
 
-    n_kv_heads: int
-    key_width: int
-    value_width: int
-    values_in_keys: bool = False
+    keys: torch.Tensor
+    values: torch.Tensor
+    n_before: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +40,23 @@ def join_inputs(inputs: Sequence[HeadInputs]) -> HeadInputs:
 
 
 class DraftContext:
-    """Keys and values of the last rows, up to one window, in buffers for two windows and a chain.
+    """Keys and values of the last rows, up to one window, in buffers for two windows and rows of drafts.
 
-    Rows [first, first + n_rows) of the buffers are valid. At the end of the buffers they move to the front,
-    so each row is copied at most once per window.
+    Rows [first, first + n_rows) of the buffers are valid, the others finite. At the end of the buffers they
+    move to the front, so each row is copied at most once per window.
     """
 
-    def __init__(self, shape: KvShape, window_tokens: int) -> None:
-        n_rows = 2 * window_tokens + MAX_DRAFTS
-        self._keys = torch.empty(shape.n_kv_heads, n_rows, shape.key_width)
+    def __init__(self, shape: KvShape, window_tokens: int, like: torch.Tensor) -> None:
+        """`like`: a tensor whose dtype and device the buffers take."""
+        n_rows = context_rows(window_tokens)
+        self.shape = shape
+        self._keys = like.new_zeros(shape.n_kv_heads, n_rows, shape.key_width)
         self._values = self._keys[..., : shape.value_width]
         if not shape.values_in_keys:
-            self._values = torch.empty(shape.n_kv_heads, n_rows, shape.value_width)
+            self._values = like.new_zeros(shape.n_kv_heads, n_rows, shape.value_width)
         self._window_tokens = window_tokens
         self._first = 0
-        self._n_rows = 0
+        self.n_rows = 0
         self.end_position = 0  # one past the newest row
         self.newest: HeadInputs | None = None  # of the newest row, for heads that chain
         self.last_token = 0  # the token after the newest row
@@ -67,40 +68,47 @@ class DraftContext:
 
     def view(self, n_behind: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [kv_heads, n, D] of the context's rows and `n_behind` chained ones."""
-        rows = slice(self._first, self._first + self._n_rows + n_behind)
+        rows = slice(self._first, self._first + self.n_rows + n_behind)
         return self._keys[:, rows], self._values[:, rows]
 
-    def write_behind(self, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write chained row `index`, which the next `append` overwrites."""
-        at = self._first + self._n_rows + index
-        self._keys[:, at] = key
-        self._values[:, at] = value
+    def window(self, n_rows: int) -> ContextWindow:
+        """`n_rows` rows of the buffers around the context's own, which are no more than that."""
+        start = min(self._first, self._keys.shape[1] - n_rows)
+        rows = slice(start, start + n_rows)
+        return ContextWindow(self._keys[:, rows], self._values[:, rows], self._first - start)
+
+    def write_behind(self, index: int, keys: torch.Tensor, values: torch.Tensor, heads: slice) -> None:
+        """Write rows [n, kv_heads, D] from `index` on behind the context, until the next `append`."""
+        start = self._first + self.n_rows + index
+        rows = slice(start, start + len(keys))
+        self._keys[heads, rows] = keys.transpose(0, 1)
+        self._values[heads, rows] = values.transpose(0, 1)
 
     def append(self, start_position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Replace the rows from start_position on with n new ones [n, kv_heads, D]; n <= window."""
         self._drop_from(start_position)
         n = len(keys)
-        if self._first + self._n_rows + n > 2 * self._window_tokens:
+        if self._first + self.n_rows + n > 2 * self._window_tokens:
             self._move_to_front(self._window_tokens - n)
-        end = self._first + self._n_rows
+        end = self._first + self.n_rows
         self._keys[:, end : end + n] = keys.transpose(0, 1)
         self._values[:, end : end + n] = values.transpose(0, 1)
-        surplus = max(self._n_rows + n - self._window_tokens, 0)
+        surplus = max(self.n_rows + n - self._window_tokens, 0)
         self._first += surplus
-        self._n_rows += n - surplus
+        self.n_rows += n - surplus
         self.end_position = start_position + n
 
     def _drop_from(self, position: int) -> None:
-        start = self.end_position - self._n_rows
+        start = self.end_position - self.n_rows
         if start <= position <= self.end_position:
-            self._n_rows = position - start
+            self.n_rows = position - start
         else:
-            self._first = self._n_rows = 0
+            self._first = self.n_rows = 0
 
     def _move_to_front(self, n_rows: int) -> None:
         """Move the newest rows, at most `n_rows`, to the front and drop the others."""
-        kept = min(self._n_rows, n_rows)
-        newest = slice(self._first + self._n_rows - kept, self._first + self._n_rows)
+        kept = min(self.n_rows, n_rows)
+        newest = slice(self._first + self.n_rows - kept, self._first + self.n_rows)
         self._keys[:, :kept] = self._keys[:, newest].clone()
         self._values[:, :kept] = self._values[:, newest].clone()
-        self._first, self._n_rows = 0, kept
+        self._first, self.n_rows = 0, kept

@@ -17,12 +17,14 @@ import torch
 
 from libs.common.block_hash import TokenArray
 from libs.engine.eagle.attention import ProjectedRows
-from libs.engine.eagle.context import MAX_DRAFTS, DraftContext, HeadInputs, KvShape
+from libs.engine.eagle.context import DraftContext, HeadInputs
+from libs.engine.eagle.head_rows import MAX_DRAFTS, KvShape
+from libs.engine.kernels.device import upload
 from libs.engine.step.draft_head import ContextRows, HeadRows
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS, FloatArray
 from slipstream.errors import InvalidArgument
 
-_MAX_SEQUENCES = 1024
+MAX_SEQUENCES = 1024
 
 
 class HeadSize(Protocol):
@@ -39,6 +41,16 @@ class ContextHead(Protocol):
     """A head over contexts of keys and values: a chain (EAGLE-3), or a block in one pass (DFlash)."""
 
     digest: str
+
+    @property
+    def device(self) -> torch.device:
+        """Where the head computes, and where its inputs and contexts are."""
+        ...
+
+    @property
+    def most_contexts(self) -> int:
+        """Of one call of `draft`."""
+        ...
 
     @property
     def config(self) -> HeadSize: ...
@@ -71,7 +83,7 @@ class DrafterEngine:
         head: ContextHead,
         *,
         window_tokens: int = FEATURE_WINDOW_TOKENS,
-        max_sequences: int = _MAX_SEQUENCES,
+        max_sequences: int = MAX_SEQUENCES,
     ) -> None:
         self._head = head
         self._window_tokens = window_tokens
@@ -107,14 +119,15 @@ class DrafterEngine:
         kept = [e.last(self._window_tokens) for e in rows_of_all]
         if not kept:
             return
-        features = torch.from_numpy(_joined([e.features for e in kept], np.float32))
         tokens = torch.from_numpy(_joined([e.next_tokens for e in kept], np.int64))
         positions = torch.cat([torch.arange(e.start_position, e.end_position) for e in kept])
-        inputs, rows = self._head.take_in(features, tokens, positions)
+        features = torch.from_numpy(_joined([e.features for e in kept], np.float32))
+        placed = (upload(each, self._head.device) for each in (features, tokens, positions))
+        inputs, rows = self._head.take_in(*placed)
         end = 0
         for piece in kept:
             start, end = end, end + len(piece.next_tokens)
-            context = self._context(piece.seq_id)
+            context = self._context(piece.seq_id, rows.keys)
             context.append(piece.start_position, rows.keys[start:end], rows.values[start:end])
             context.newest = None if inputs is None else inputs.row(end - 1)
             context.last_token = int(piece.next_tokens[-1])
@@ -137,17 +150,20 @@ class DrafterEngine:
         n_drafts = min(n_drafts, MAX_DRAFTS)
         if not contexts or n_drafts < 1:
             return {}
-        drafts = self._head.draft(list(contexts.values()), n_drafts, min_confidence)
+        drafts: list[list[int]] = []
+        running, most = list(contexts.values()), self._head.most_contexts
+        for start in range(0, len(running), most):
+            drafts += self._head.draft(running[start : start + most], n_drafts, min_confidence)
         return dict(zip(contexts, drafts, strict=True))
 
     def close(self, seq_id: str) -> None:
         """Remove the sequence's context. Idempotent."""
         self._contexts.pop(seq_id, None)
 
-    def _context(self, seq_id: str) -> DraftContext:
+    def _context(self, seq_id: str, like: torch.Tensor) -> DraftContext:
         context = self._contexts.get(seq_id)
         if context is None:
-            context = self._contexts[seq_id] = DraftContext(self._head.kv_shape, self._window_tokens)
+            context = self._contexts[seq_id] = DraftContext(self._head.kv_shape, self._window_tokens, like)
         self._contexts.move_to_end(seq_id)
         while len(self._contexts) > self._max_sequences:
             self._contexts.popitem(last=False)

@@ -18,10 +18,20 @@ from pathlib import Path
 
 import torch
 
-from libs.engine.eagle.attention import ContextKv, ProjectedRows, make_attention
+from libs.engine.eagle.attended import (
+    AttendedRows,
+    LoopedRows,
+    attended_rows,
+    most_together,
+    pads_contexts,
+)
+from libs.engine.eagle.attention import ProjectedRows, make_attention
 from libs.engine.eagle.config import HeadConfig, load_head_config
-from libs.engine.eagle.context import DraftContext, HeadInputs, KvShape, join_inputs
-from libs.engine.eagle.weights import HeadWeights, load_head_weights
+from libs.engine.eagle.context import DraftContext, HeadInputs, join_inputs
+from libs.engine.eagle.drafted import read_drafts
+from libs.engine.eagle.head_rows import KvShape
+from libs.engine.eagle.weights import HeadWeights, load_head_weights, place_embedding
+from libs.engine.kernels.device import upload
 from libs.engine.kernels.interface import Kernels
 from libs.engine.model.checkpoint import weights_digest
 from libs.engine.model_spec.matrix import DenseMatrix
@@ -44,9 +54,12 @@ class EagleHead:
         self.digest = digest  # hex, over the head's files
         self.attention = make_attention(config, weights.attention, kernels)
         self._kernels = kernels
-        self._embedding, self._target_ids = weights.embedding, weights.target_ids
-        self._input_norm, self._hidden_norm = weights.input_norm.float(), weights.hidden_norm.float()
-        self._post_norm, self._norm = weights.post_norm.float(), weights.norm.float()
+        self._embedding = place_embedding(weights.embedding, kernels)
+        self._target_ids = kernels.place(weights.target_ids)
+        self._input_norm, self._hidden_norm, self._post_norm, self._norm = (
+            kernels.place(norm.float())
+            for norm in (weights.input_norm, weights.hidden_norm, weights.post_norm, weights.norm)
+        )
         self._o_proj, self._lm_head = (
             kernels.pack(DenseMatrix(weight)) for weight in (weights.o_proj, weights.lm_head)
         )
@@ -67,26 +80,36 @@ class EagleHead:
         normed = kernels.rms_norm(hidden, self._hidden_norm, eps)
         embedded = kernels.rms_norm(self._embedding[tokens].float(), self._input_norm, eps)
         rows = self.attention.project(torch.cat([embedded, normed], dim=-1), positions)
-        return HeadInputs(normed if self.config.norm_before_residual else hidden, rows.q), rows
+        residual = normed if self.config.norm_before_residual else hidden
+        return HeadInputs(residual.float(), rows.q), rows
 
-    def attend(self, inputs: HeadInputs, contexts: Sequence[ContextKv]) -> HeadOutputs:
-        """Attend from one row of each sequence to its context, and draft the next token."""
+    def attend(self, inputs: HeadInputs, rows: AttendedRows, n_behind: int) -> HeadOutputs:
+        """Attend from one row of each sequence to its context and `n_behind` rows; draft the next token."""
         kernels, eps = self._kernels, self.config.rms_norm_eps
-        mixed = self.attention.attend(inputs.q, contexts)
+        mixed = self.attention.attend(inputs.q, rows, n_behind)
         hidden = kernels.linear(mixed, self._o_proj, inputs.residual.clone())
         hidden = kernels.mlp(kernels.rms_norm(hidden, self._post_norm, eps), self._mlp, hidden)
         normed = kernels.rms_norm(hidden, self._norm, eps)
-        confidence, drafts = kernels.linear(normed, self._lm_head).softmax(dim=-1).max(dim=-1)
+        confidence, drafts = kernels.logits(normed, self._lm_head).softmax(dim=-1).max(dim=-1)
         next_hidden = normed if self.config.norm_output else hidden
         return HeadOutputs(next_hidden, self._target_ids[drafts], confidence)
 
     # ---- ContextHead
 
     @property
+    def device(self) -> torch.device:
+        """That of the kernels."""
+        return self._kernels.device
+
+    @property
+    def most_contexts(self) -> int:
+        """See `most_together`."""
+        return most_together(self._kernels)
+
+    @property
     def kv_shape(self) -> KvShape:
         """The shape of the attention's KV."""
-        a = self.attention
-        return KvShape(a.n_kv_heads, a.key_width, a.value_width, a.values_in_keys)
+        return self.config.kv_shape
 
     def take_in(
         self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
@@ -98,11 +121,36 @@ class EagleHead:
         self, contexts: Sequence[DraftContext], n_drafts: int, min_confidence: float
     ) -> list[list[int]]:
         """Draft by a chain, whose rows are temporary and follow each context's own rows."""
+        if pads_contexts(self._kernels):
+            rows = attended_rows(contexts, n_drafts, self._kernels)
+            positions = upload(torch.tensor([c.end_position for c in contexts]), self._kernels.device)
+            inputs = join_inputs([c.newest_row() for c in contexts])
+            return read_drafts(*self.chain(rows, inputs, positions, n_drafts), min_confidence)
+        return self._draft_by_steps(contexts, n_drafts, min_confidence)
+
+    def chain(
+        self, rows: AttendedRows, inputs: HeadInputs, positions: torch.Tensor, n_drafts: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and their probabilities [S, n_drafts], without a wait for the device."""
+        tokens, likely = [], []
+        for j in range(n_drafts):
+            outputs = self.attend(inputs, rows, j)
+            tokens.append(outputs.tokens)
+            likely.append(outputs.confidence)
+            if j + 1 < n_drafts:
+                inputs, projected = self.project(outputs.hidden, outputs.tokens, positions + j)
+                rows.write(j, projected.keys[:, None], projected.values[:, None])
+        return torch.stack(tokens, dim=1), torch.stack(likely, dim=1)
+
+    def _draft_by_steps(
+        self, contexts: Sequence[DraftContext], n_drafts: int, min_confidence: float
+    ) -> list[list[int]]:
+        """A chain whose tokens are read one by one: a sequence that is unsure computes no further."""
         drafts: list[list[int]] = [[] for _ in contexts]
         running, confidence = list(range(len(contexts))), [1.0] * len(contexts)
         inputs = join_inputs([c.newest_row() for c in contexts])
         for j in range(n_drafts):
-            outputs = self.attend(inputs, [contexts[i].view(j) for i in running])
+            outputs = self.attend(inputs, LoopedRows([contexts[i] for i in running]), j)
             hidden, tokens, likely = outputs.hidden, outputs.tokens, outputs.confidence.tolist()
             confidence = [whole * own for whole, own in zip(confidence, likely, strict=True)]
             kept = [at for at, whole in enumerate(confidence) if whole >= min_confidence]
@@ -115,6 +163,5 @@ class EagleHead:
                 break
             positions = torch.tensor([contexts[i].end_position + j for i in running])
             inputs, rows = self.project(hidden, tokens, positions)
-            for at, i in enumerate(running):
-                contexts[i].write_behind(j, rows.keys[at], rows.values[at])
+            LoopedRows([contexts[i] for i in running]).write(j, rows.keys[:, None], rows.values[:, None])
         return drafts

@@ -17,6 +17,7 @@ import torch
 from libs.engine.eagle.attention import GroupedWeights, LatentWeights
 from libs.engine.eagle.config import GroupedShape, HeadConfig
 from libs.engine.eagle.tensor_names import TensorNames
+from libs.engine.kernels.interface import Kernels
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.shards import CheckpointError
 
@@ -70,6 +71,13 @@ def load_head_weights(head_dir: Path, target_dir: Path, config: HeadConfig) -> H
         )
         names.refuse_others(but=".rotary_emb.inv_freq")
         return weights
+
+
+def place_embedding(embedding: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+    """The embedding where kernels read it, in the dtype of activations where that is the smaller one."""
+    if embedding.dtype.itemsize > kernels.dtype.itemsize:
+        embedding = embedding.to(kernels.dtype)
+    return kernels.place(embedding)
 
 
 def _attention(

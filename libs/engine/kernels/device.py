@@ -41,6 +41,13 @@ def free_device_bytes(name: str) -> int | None:
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
 
 
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a host's tensor on the device, for which the host does not wait; on a CPU the tensor."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def wait_for_device(device: torch.device) -> None:
     """Wait for all that was launched; a CPU has nothing in flight. Raises what the device raises."""
     if device.type == "cuda":

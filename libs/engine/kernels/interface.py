@@ -26,6 +26,8 @@ class Kernels(Protocol):
     """x is [T, width] with contiguous rows; T may be any number of at least 1. `residual` is fp32."""
 
     name: str
+    device: torch.device
+    dtype: torch.dtype  # of activations
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in the memory that the kernels read: norms, the embedding, inputs."""

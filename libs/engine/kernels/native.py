@@ -45,6 +45,8 @@ class NativeKernels:
     """The compiled kernels with a pool of `threads` threads. Not thread-safe: operations share scratch."""
 
     name = "native"
+    device = torch.device("cpu")
+    dtype = torch.float32
 
     def __init__(self, library: ctypes.CDLL, threads: int) -> None:
         self._library = declare(library)

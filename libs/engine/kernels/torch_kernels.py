@@ -45,6 +45,8 @@ class TorchKernels:
     """Kernels in plain torch. `pack` widens weights to fp32 once."""
 
     name = "torch"
+    device = torch.device("cpu")
+    dtype = torch.float32
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

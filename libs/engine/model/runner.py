@@ -60,6 +60,7 @@ class RunnerOptions:
     head_dir        EAGLE-3 head directory whose `fc.weight` fuses the features; None = no features
     memory_bytes    what weights and cache may take together; None = the machine's or the container's
     step_bytes      of that memory, for decode steps as graphs
+    head_bytes      of that memory, for a draft head on the same device
     threads         CPU threads of the kernels; None = what torch started with (OMP_NUM_THREADS, or all cores)
     progress        follows the weights that are read; None = it is not followed
     packed_dir      where processes share packed weights (compiled kernels only); None = each has its own
@@ -76,6 +77,7 @@ class RunnerOptions:
     head_dir: Path | None = None
     memory_bytes: int | None = None
     step_bytes: int = 0
+    head_bytes: int = 0
     threads: int | None = None
     progress: LoadProgress | None = None
     packed_dir: Path | None = None
@@ -213,9 +215,10 @@ def check_memory(weight_bytes: int, cache: CacheShape, options: RunnerOptions) -
     limit = options.memory_bytes
     if limit is None:
         limit = free_device_bytes(options.device) or memory_limit_bytes()
-    missing = weight_bytes + cache_bytes + options.step_bytes - limit
+    missing = weight_bytes + cache_bytes + options.step_bytes + options.head_bytes - limit
     if missing > 0:
         steps = f", decode steps of {options.step_bytes / 1e9:.3f} GB" if options.step_bytes else ""
+        steps += f", a draft head of {options.head_bytes / 1e9:.3f} GB" if options.head_bytes else ""
         raise FailedPrecondition(
             f"weights of {weight_bytes / 1e9:.3f} GB{steps} and a KV cache of {cache_bytes / 1e9:.3f} GB "
             f"do not fit in {limit / 1e9:.3f} GB of memory: {missing / 1e9:.3f} GB are missing"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -26,8 +27,11 @@ class RotaryConfig(Protocol):
 class Rope:
     """Angles of one model. Frequencies are fp32, as in transformers' `_compute_yarn_parameters`."""
 
-    def __init__(self, config: RotaryConfig) -> None:
-        self.inv_freq = inverse_frequencies(config)
+    def __init__(
+        self, config: RotaryConfig, place: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    ) -> None:
+        """`place`: into the memory where positions are."""
+        self.inv_freq = place(inverse_frequencies(config))
         self._scale = 1.0 if config.yarn is None else config.yarn.attention_factor
 
     def cos_sin(self, positions: torch.Tensor) -> torch.Tensor:

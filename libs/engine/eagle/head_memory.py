@@ -1,0 +1,86 @@
+"""What a draft head takes of a device's memory: an estimate from its `config.json`. Pure; imports no torch.
+
+`tests/engine/eagle/test_head_memory.py` holds it against the tensors of loaded heads. No device has run it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from libs.engine.eagle.block_config import BlockHeadConfig, is_block_head, parse_block_config
+from libs.engine.eagle.config import GroupedShape, HeadConfig, LatentShape, parse_head_config
+from libs.engine.eagle.head_rows import PADDED_CONTEXTS, KvShape, context_rows
+from libs.engine.model_spec.config_json import read_config_json
+from libs.engine.step.types import FEATURE_WINDOW_TOKENS
+
+_VALUE_BYTES = 2  # activations, and matrices in their dtype
+_NORM_BYTES = 4
+_ID_BYTES = 8
+_LOGIT_BYTES = 4
+_LOGIT_COPIES = 2  # logits and their probabilities
+_PASS_BYTES = 32 << 20  # activations beside logits
+# Sequences that decode beyond a batch wait for a step with their contexts.
+_CONTEXTS_OF_A_BATCH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMemory:
+    """weight_bytes: of all tensors; context_bytes: of one; pass_bytes: of drafts for the most contexts."""
+
+    weight_bytes: int
+    context_bytes: int
+    pass_bytes: int
+
+    def n_bytes(self, max_sequences: int) -> int:
+        return self.weight_bytes + max_sequences * self.context_bytes + self.pass_bytes
+
+
+def local_contexts(max_batch: int) -> int:
+    """Contexts that the head of a decode worker holds on its device."""
+    return _CONTEXTS_OF_A_BATCH * max_batch
+
+
+def read_head_memory(head_dir: Path) -> HeadMemory:
+    """Of the head in a directory. Raises InvalidArgument naming a missing or unsupported key."""
+    raw = read_config_json(head_dir, "draft_model_dir")
+    if is_block_head(raw):
+        block = parse_block_config(raw)
+        return _memory(_block_bytes(block), block.kv_shape, block.vocab_size, block.block_size)
+    head = parse_head_config(raw)
+    return _memory(_chain_bytes(head), head.kv_shape, head.draft_vocab_size, 1)
+
+
+def _memory(weight_bytes: int, kv: KvShape, vocab_size: int, rows_each: int) -> HeadMemory:
+    context_bytes = context_rows(FEATURE_WINDOW_TOKENS) * kv.row_values * _VALUE_BYTES
+    logits = PADDED_CONTEXTS * rows_each * vocab_size * _LOGIT_BYTES * _LOGIT_COPIES
+    # A stack of windows, and its copy with room for drafts: each is about half of the contexts' buffers.
+    return HeadMemory(weight_bytes, context_bytes, PADDED_CONTEXTS * context_bytes + logits + _PASS_BYTES)
+
+
+def _chain_bytes(c: HeadConfig) -> int:
+    shape, inputs, hidden = c.attention, 2 * c.hidden_size, c.hidden_size
+    values = (c.vocab_size + c.draft_vocab_size + 3 * c.intermediate_size) * hidden
+    norms = 4 * hidden
+    if isinstance(shape, GroupedShape):
+        values += (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim * inputs
+        values += shape.n_heads * shape.head_dim * hidden
+    else:
+        values += _latent_values(shape, inputs) + shape.n_heads * shape.v_head_dim * hidden
+        norms += (shape.q_lora_rank or 0) + shape.kv_lora_rank
+    return values * _VALUE_BYTES + norms * _NORM_BYTES + c.draft_vocab_size * _ID_BYTES
+
+
+def _latent_values(shape: LatentShape, inputs: int) -> int:
+    q_rows = shape.n_heads * (shape.qk_nope_head_dim + shape.qk_rope_head_dim)
+    rank = shape.q_lora_rank
+    q = q_rows * inputs if rank is None else rank * (inputs + q_rows)
+    kv = (shape.kv_lora_rank + shape.qk_rope_head_dim) * inputs
+    return q + kv + shape.n_heads * (shape.qk_nope_head_dim + shape.v_head_dim) * shape.kv_lora_rank
+
+
+def _block_bytes(c: BlockHeadConfig) -> int:
+    q_rows, kv_rows, hidden = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.hidden_size
+    layer = (2 * q_rows + 2 * kv_rows + 3 * c.intermediate_size) * hidden
+    norms = 2 * hidden + c.n_layers * 2 * (hidden + c.head_dim)
+    return (2 * c.vocab_size * hidden + c.n_layers * layer) * _VALUE_BYTES + norms * _NORM_BYTES
