@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from libs.engine.parallel.limits import group_refusals
 from libs.engine.parallel.split import MICRO_BATCH_ROWS
 from libs.planner.cards import GIB, Card
-from libs.planner.cuts import PAGE_TOKENS, enumerate_cuts, reference_cuts
+from libs.planner.cuts import enumerate_cuts, reference_cuts
 from libs.planner.fit import CARD_OVERHEAD_BYTES, Fit, fit_cut
 from libs.planner.model_shape import ModelShape
-from libs.planner.nodes import worker_nodes
+from libs.planner.runnable import DEVICE, cut_refusals
 from libs.planner.step_room import DecodeStepRoom
 from libs.planner.times import STEP_TOKENS, StepTimes
 from libs.planner.traffic import Traffic
@@ -68,15 +67,22 @@ class Plan:
         return self.candidates[0]
 
     @property
+    def runnable(self) -> Candidate | None:
+        """The best cut whose workers this version starts; None: no such cut serves a request."""
+        serving = (each for each in self.candidates if each.capacity is not None)
+        return next((each for each in serving if not cut_refusals(each.fit.cut)), None)
+
+    @property
     def decode_steps_bytes(self) -> int:
         """Of each card, for decode steps as graphs."""
         return _decode_steps_bytes(self.model, self.decode_steps)
 
-    def worker_arguments(self) -> dict[str, str]:
-        """The flags of a worker on these cards; weights and KV in the dtypes that the plan counts."""
-        sizes = asdict(self.chosen.fit.cut.sizes)
+    def worker_arguments(self, candidate: Candidate | None = None) -> dict[str, str]:
+        """The flags of a worker of the chosen cut, or another; weights and KV in the dtypes that the plan
+        counts."""
+        sizes = asdict((candidate or self.chosen).fit.cut.sizes)
         flags = {
-            "device": "cuda",
+            "device": DEVICE,
             "parallel": ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "tp=1",
             "memory-bytes": str(self.card.visible_bytes),
             "weight-dtype": "bfloat16",
@@ -87,13 +93,13 @@ class Plan:
             flags["device-overhead-bytes"] = str(self.overhead_bytes)
         return flags
 
-    def pod_resources(self) -> dict[str, str]:
-        """What the pod of a worker asks of its node, by the names of Kubernetes.
+    def pod_resources(self, candidate: Candidate | None = None) -> dict[str, str]:
+        """What the pod of such a worker asks of its node, by the names of Kubernetes.
 
         Memory has page cache for one copy of the weights, of which each rank reads whole tensors. Huge pages
         are as large as the staged copies.
         """
-        fit = self.chosen.fit
+        fit = (candidate or self.chosen).fit
         return {
             "memory": f"{-(-(fit.host_bytes + self.model.weights_bytes) // GIB)}Gi",
             "hugepages-2Mi": f"{-(-fit.staged_bytes // GIB)}Gi",
@@ -102,14 +108,7 @@ class Plan:
 
     def worker_refusals(self) -> list[InvalidArgument]:
         """Why the engine does not start a worker with these flags; empty: it does."""
-        cut = self.chosen.fit.cut
-        return group_refusals(
-            cut.sizes,
-            device=self.worker_arguments()["device"],
-            kernels="triton",
-            block_tokens=PAGE_TOKENS,
-            n_machines=worker_nodes(cut),
-        )
+        return cut_refusals(self.chosen.fit.cut)
 
 
 def make_plan(

@@ -17,6 +17,7 @@ from libs.planner.cuts import Cut
 from libs.planner.fit import IN_BF16, Fit
 from libs.planner.plan import Candidate, Plan, make_plan
 from libs.planner.read_shape import read_shape
+from libs.planner.runnable import cut_refusals
 from libs.planner.step_room import DecodeStepRoom
 from libs.planner.times import EFFICIENCY
 from libs.planner.traffic import Traffic
@@ -25,6 +26,7 @@ _MOST_ROWS = 20
 _HEADINGS = (
     "",
     "cut",
+    "runs",
     "layers",
     "weights GiB",
     "free GiB",
@@ -101,9 +103,8 @@ def plan_document(plan: Plan, kv_bytes: int | None, decode_steps: str = "plain")
         "worker_arguments": plan.worker_arguments(),
         "decode_worker_arguments": decode_arguments(plan, decode_steps),
         "pod_resources": plan.pod_resources(),
-        "worker_refusals": [
-            {"flag": f"--{each.field}", "reason": each.reason} for each in plan.worker_refusals()
-        ],
+        "worker_refusals": _refusals(plan.chosen.fit.cut),
+        "runnable": _runnable_document(plan),
         "kv_gib_tokens": None if kv_bytes is None else kv_bytes // model.kv_token_bytes,
     }
 
@@ -120,6 +121,7 @@ def _cut_document(candidate: Candidate) -> dict[str, Any]:
     document: dict[str, Any] = {
         "cut": fit.cut.name,
         "replicas": fit.cut.replicas,
+        "refusals": _refusals(fit.cut),
         "stage_layers": [len(stage.layers) for stage in fit.stages],
         "card_weights_bytes": fit.card_weights_bytes,
         "card_free_bytes": fit.card_free_bytes,
@@ -139,6 +141,23 @@ def _cut_document(candidate: Candidate) -> dict[str, Any]:
             "bound": capacity.bound,
         }
     return document
+
+
+def _refusals(cut: Cut) -> list[dict[str, str]]:
+    """Why this version starts no worker of a cut; empty: it starts one."""
+    return [{"flag": f"--{each.field}", "reason": each.reason} for each in cut_refusals(cut)]
+
+
+def _runnable_document(plan: Plan) -> dict[str, Any] | None:
+    """The best cut that this version runs; None: none that serves a request."""
+    best = plan.runnable
+    if best is None:
+        return None
+    return {
+        "cut": best.fit.cut.name,
+        "worker_arguments": plan.worker_arguments(best),
+        "pod_resources": plan.pod_resources(best),
+    }
 
 
 def _node_free_bytes(plan: Plan) -> int:
@@ -182,7 +201,7 @@ def _steps(plan: Plan) -> str:
 def _table(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False)
     for index, heading in enumerate(_HEADINGS):
-        table.add_column(heading, justify="left" if index < 3 else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if index < 4 else "right", no_wrap=True)
     for index, candidate in enumerate(shown_cuts(plan)):
         fit, capacity = candidate.fit, candidate.capacity
         row = ["*" if index == 0 and capacity else "", *_memory_columns(fit)]
@@ -212,6 +231,7 @@ def shown_cuts(plan: Plan) -> list[Candidate]:
 def _memory_columns(fit: Fit) -> list[str]:
     return [
         fit.cut.name,
+        "no" if cut_refusals(fit.cut) else "yes",
         _layer_counts([len(stage.layers) for stage in fit.stages]),
         f"{fit.card_weights_bytes / GIB:.2f}",
         f"{fit.card_free_bytes / GIB:.2f}",
@@ -259,11 +279,25 @@ def _conclusion(plan: Plan, kv_bytes: int | None, decode_steps: str) -> str:
     if refusals := plan.worker_refusals():
         reasons = "; ".join(f"--{each.field}: {each.reason}" for each in refusals)
         lines.append(f"This version refuses these flags: {reasons}")
+        lines.append(_best_that_runs(plan))
     host = plan.chosen.fit.host_bytes / GIB
     lines.append(f"Its processes and staged copies take {host:.1f} GiB of the host, beside page cache")
     resources = ", ".join(f"{name} {amount}" for name, amount in plan.pod_resources().items())
     lines.append(f"Resources of its pod, page cache for one copy of the weights included: {resources}")
     return "\n".join(lines)
+
+
+def _best_that_runs(plan: Plan) -> str:
+    """The line beside a choice that this version refuses."""
+    best = plan.runnable
+    if best is None or best.capacity is None:
+        return "This version runs no cut of these cards that serves such a request"
+    replicas = best.fit.cut.replicas
+    each = f"; of each of {replicas} workers, with a card each" if replicas > 1 else ""
+    return (
+        f"Best that this version runs: {best.fit.cut.name}, {best.capacity.requests_per_s:.2f} requests/s"
+        f"{each}: {_flags(plan.worker_arguments(best))}"
+    )
 
 
 def _flags(arguments: Mapping[str, str]) -> str:

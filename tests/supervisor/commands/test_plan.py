@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from libs.planner.cards import parse_cards
 from libs.planner.plan import make_plan
+from libs.planner.read_shape import read_shape
+from libs.planner.runnable import cut_refusals
 from libs.planner.traffic import Traffic
 from slipstream.cli.app import app
 from slipstream.errors import InvalidArgument
@@ -65,6 +67,37 @@ def test_what_the_engine_refuses_stands_beside_the_flags() -> None:
     assert all(f"--{each.field}: {each.reason}" in output for each in refusals)
     listed = json.loads(run("--json"))["worker_refusals"]
     assert listed == [{"flag": f"--{each.field}", "reason": each.reason} for each in refusals]
+
+
+def test_cuts_that_this_version_runs_are_marked_and_the_best_of_them_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MOONLIGHT))
+    plan = make_plan(read_shape(tmp_path), *parse_cards("2xh100-80"), traffic=Traffic(65536, 0, 64))
+    flags = ("--prompt-tokens", "65536", "--output-tokens", "64")
+    output = run(*flags, model=tmp_path, gpus="2xh100-80")
+    for candidate in shown_cuts(plan):
+        mark = "no" if cut_refusals(candidate.fit.cut) else "yes"
+        rows = [line.lstrip("* ") for line in output.splitlines()]
+        (row,) = [row for row in rows if row.startswith(f"{candidate.fit.cut.name}  ")]
+        assert row.removeprefix(candidate.fit.cut.name).split()[0] == mark
+    document = json.loads(run("--json", *flags, model=tmp_path, gpus="2xh100-80"))
+    best = plan.runnable
+    assert best is not None and document["runnable"]["cut"] == best.fit.cut.name
+    assert document["runnable"]["worker_arguments"]["parallel"] == "tp=1"
+    assert [not cut["refusals"] for cut in document["cuts"]] == [
+        not cut_refusals(each.fit.cut) for each in plan.candidates
+    ]
+    assert ("Best that this version runs: " in output) == bool(plan.worker_refusals())
+
+
+def test_a_choice_that_is_refused_has_the_best_that_runs_beside_it() -> None:
+    """The rule of the engine, not of this test, says whether any cut of Kimi-K2.5 runs."""
+    plan = make_plan(kimi(), *parse_cards("8xh100-80"))
+    output = run().replace("\n", " ")
+    if plan.runnable is None:
+        assert "This version runs no cut of these cards that serves such a request" in output
+        assert json.loads(run("--json"))["runnable"] is None
+    elif plan.worker_refusals():
+        assert f"Best that this version runs: {plan.runnable.fit.cut.name}, " in output
 
 
 def test_flags_that_the_engine_takes_have_no_refusal(tmp_path: Path) -> None:
