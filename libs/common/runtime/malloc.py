@@ -18,6 +18,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h of g
 _MMAP_BYTES = 32 << 20  # glibc's maximum
 _COLLAPSE = 25  # MADV_COLLAPSE of linux/mman.h, Linux 6.1
 _LARGE_PAGE_BYTES = 2 << 20
+# For processes that compute steps: each makes and frees activations, and features of a prompt's rows.
+STEP_HEAP_BYTES = 64 << 20
 _ARENAS = 8  # with two arenas gRPC's threads wait for each other
 
 

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 
+from libs.common.runtime.malloc import STEP_HEAP_BYTES, keep_freed_memory
 from libs.common.telemetry.logs import configure_logging
 from libs.engine.parallel.commands import receive_step
 from libs.engine.parallel.links import GroupLinks
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 def main() -> int:
     """Returns the exit status: 0 at the end of the command stream, 1 after an error, which it logs."""
+    keep_freed_memory(STEP_HEAP_BYTES)
     for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a container: rank 0 drains and ends
         signal.signal(number, signal.SIG_IGN)
     options = RankOptions.from_json(sys.stdin.readline())

@@ -26,7 +26,7 @@ from libs.common.rpc.access import access_of
 from libs.common.rpc.serve import ServiceHost
 from libs.common.runtime import heap
 from libs.common.runtime.extras import missing_package
-from libs.common.runtime.malloc import keep_freed_memory
+from libs.common.runtime.malloc import STEP_HEAP_BYTES, keep_freed_memory
 from libs.common.runtime.readiness import HealthState, ProcessHealth, loading
 from libs.common.runtime.settings import parse_endpoints
 from libs.common.telemetry.counters import Counters
@@ -44,8 +44,6 @@ log = logging.getLogger(__name__)
 
 WORKER_SERVICE = "slipstream.v1.WorkerService"
 _STOP_GRACE_S = 1.0
-# Each step makes and frees activations; the features of a prompt's rows are some of them.
-_KEPT_HEAP_BYTES = 64 << 20
 
 MakeServer = Callable[..., grpc.aio.Server]
 
@@ -58,7 +56,7 @@ def run_worker(
     make_server: MakeServer = grpc.aio.server,
 ) -> int:
     """The whole life of a process; returns its exit status."""
-    keep_freed_memory(_KEPT_HEAP_BYTES)
+    keep_freed_memory(STEP_HEAP_BYTES)
     configure_logging(role, options.instance, level=options.log_level, form=options.log_format)
     configure_tracing(role, options.instance)
     options.warn_of_exposed_secrets()
