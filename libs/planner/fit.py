@@ -39,20 +39,23 @@ class CardMemory:
     """`n_bytes` of each card. Each has its own weights and its own part of the KV.
 
     decode_steps_bytes  of decode steps as graphs (libs/engine/graphs/step_memory.py); 0: they are no graphs
+    draft_head_bytes    of a draft head beside the model (libs/engine/eagle/head_memory.py); 0: none
     """
 
     n_bytes: int
     overhead_bytes: int = CARD_OVERHEAD_BYTES
     decode_steps_bytes: int = 0
+    draft_head_bytes: int = 0
 
     @property
     def apart_bytes(self) -> int:
         """What is neither weights nor KV."""
-        return self.overhead_bytes + self.decode_steps_bytes
+        return self.overhead_bytes + self.decode_steps_bytes + self.draft_head_bytes
 
     def overhead_text(self, cut: Cut) -> str:
         steps = f", {self.decode_steps_bytes} of decode steps" if self.decode_steps_bytes else ""
-        return f"{self.overhead_bytes} bytes of overhead{steps}"
+        head = f", {self.draft_head_bytes} of the draft head" if self.draft_head_bytes else ""
+        return f"{self.overhead_bytes} bytes of overhead{steps}{head}"
 
 
 @dataclass(frozen=True, slots=True)

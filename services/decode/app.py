@@ -60,13 +60,14 @@ class DecodeApp(EngineApp):
 
     def make_builder(self) -> Callable[[], Engine]:
         decode_steps = cast(DecodeStepsName, self.options.decode_steps)
+        local = self._speculation
         build = engine_builder(
             self.options,
             self.progress,
             decode_steps=decode_steps,
             max_draft_tokens=self._max_draft_tokens(),
+            has_local_head=isinstance(local, LocalSpeculation),
         )
-        local = self._speculation
         if not isinstance(local, LocalSpeculation):
             return build
 

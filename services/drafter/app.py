@@ -51,7 +51,9 @@ class DrafterApp(WorkerApp):
         from libs.engine.core.build import build_drafter
 
         with unusable_models(self.options):
-            return build_drafter(options.draft_model, options.model, threads=options.threads)
+            return build_drafter(
+                options.draft_model, options.model, threads=options.threads, device=options.device
+            )
 
     async def open(self, endpoint: str, discovery: Discovery, stop: Callable[[], None]) -> None:
         self._stop = stop

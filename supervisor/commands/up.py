@@ -44,7 +44,7 @@ def checked_config(options: Mapping[str, Any], file: Path | None, flags: Collect
         config = with_file(config, file, flags)
     config = with_fitting_draft_model(with_server_name(config, options["tls_server_name"]))
     check_counts(config)
-    check_devices(config.workers())
+    check_devices(config.workers(), config.drafter_devices())
     check_memory(config.host_memory_bytes(), memory_limit_bytes())
     return config
 

@@ -134,9 +134,9 @@ class ClusterFile:
         found["plain_http"] = tuple(
             role for role, values in self.services.items() if values.get("http_tls") is False
         )
-        engines = {role: self.services[role] for role in (Role.PREFILL, Role.DECODE)}
+        sized = {role: self.services[role] for role in (Role.PREFILL, Role.DECODE, Role.DRAFTER)}
         for name in ("memory_bytes", "device"):
-            stated = {role: values[name] for role, values in engines.items() if name in values}
+            stated = {role: values[name] for role, values in sized.items() if name in values}
             found[f"file_{name}"] = stated
         return found
 

@@ -69,8 +69,8 @@ class WorkerSizes:
     """The settings of EngineSettings with these names; None: the worker's default (docs/planner.md)."""
 
     device: str | None = option(
-        "Where prefill and decode workers run: cpu, cuda or cuda:N (docs/gpu.md); default: cpu. The ten "
-        "below are of these workers, too (docs/planner.md)."
+        "Where prefill and decode workers run, with local draft heads: cpu, cuda or cuda:N (docs/gpu.md); "
+        "default: cpu. The ten below are of these workers, too (docs/planner.md)."
     )
     memory_bytes: int | None = option(
         "What each worker may take of the host, or of its device; default: equal parts of three "

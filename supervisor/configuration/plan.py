@@ -69,6 +69,10 @@ class ClusterConfig(ClusterOptions):
         }
         return [worker for role, worker in each.items() for _ in range(counts[role])]
 
+    def drafter_devices(self) -> list[str]:
+        """Of each drafter, by the file: `--device` is of prefill and decode workers."""
+        return [self.file_device.get(Role.DRAFTER, CPU)] * self.counts()[Role.DRAFTER]
+
     def host_memory_bytes(self) -> list[int]:
         """What each worker without a device may take of the host; 0: the worker decides."""
         return [n_bytes for device, n_bytes in self.workers() if device == CPU]

@@ -11,17 +11,22 @@ from slipstream.errors import InvalidArgument
 _WORKERS_SHARE = 0.75  # of the host; the other processes have the rest
 
 
-def check_devices(workers: Sequence[tuple[str, int]]) -> None:
+def check_devices(workers: Sequence[tuple[str, int]], drafters: Sequence[str] = ()) -> None:
     """Raises InvalidArgument if workers share a device and it is open what each may take of it.
 
-    workers  device and --memory-bytes of each prefill and decode worker; 0: what is free on the device
+    workers   device and --memory-bytes of each prefill and decode worker; 0: what is free on the device
+    drafters  their devices; a drafter takes what its head and contexts need
     """
     indices = [(cuda_index(device), n_bytes) for device, n_bytes in workers]
+    beside = Counter(map(cuda_index, drafters))
     for shared, count in Counter(index for index, _ in indices if index is not None).items():
-        if count > 1 and not all(n_bytes for index, n_bytes in indices if index == shared):
+        is_shared = count + beside[shared] > 1
+        if is_shared and not all(n_bytes for index, n_bytes in indices if index == shared):
+            others = f" and {beside[shared]} drafters" if beside[shared] else ""
             raise InvalidArgument(
                 "--memory-bytes",
-                f"{count} prefill and decode workers share cuda:{shared}: state what each may take of it",
+                f"{count} prefill and decode workers{others} share cuda:{shared}: state what each worker may "
+                "take of it",
             )
 
 

@@ -29,15 +29,18 @@ def default_kv_bytes(
     max_context_tokens: int | None = None,
     sizes: ParallelSizes | None = None,
     decode_steps: DecodeStepRoom | None = None,
+    draft_head_bytes: int = 0,
 ) -> int:
-    """`decode_steps`: of a worker whose decode steps are graphs on a device.
+    """`decode_steps`: of a worker whose decode steps are graphs; `draft_head_bytes`: of its draft head. Both
+    are of a device.
 
     Raises InvalidArgument for an unusable config.json or too little memory. No vision tower is loaded.
     """
     config = load_config(model_dir)
     shape = replace(read_shape(model_dir), vision_bytes=0)
-    if decode_steps is not None and isinstance(memory, CardMemory):
-        memory = replace(memory, decode_steps_bytes=decode_steps.n_bytes(shape, max_context_tokens))
+    if isinstance(memory, CardMemory):
+        steps_bytes = 0 if decode_steps is None else decode_steps.n_bytes(shape, max_context_tokens)
+        memory = replace(memory, decode_steps_bytes=steps_bytes, draft_head_bytes=draft_head_bytes)
     weights = config.dtype if weight_dtype == "auto" else weight_dtype
     kv = ("bfloat16" if weights == "bfloat16" else "float32") if kv_dtype == "auto" else kv_dtype
     return kv_cache_bytes(

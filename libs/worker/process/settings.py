@@ -48,6 +48,11 @@ class WorkerSettings(TierSettings):
 
     model: Path | None = setting("checkpoint directory", default=None)
     draft_model: Path | None = setting("EAGLE-3 head directory; none = no draft features", default=None)
+    device: str = setting(
+        "where the model or the drafter's head runs: cpu, cuda or cuda:N (docs/gpu.md)",
+        default=CPU,
+        check=cuda_index,
+    )
     engine: str = setting(
         "fake: deterministic, without torch, for tests", default="torch", choices=("torch", "fake")
     )
@@ -60,9 +65,6 @@ class WorkerSettings(TierSettings):
 class EngineSettings(WorkerSettings):
     """The settings of workers that own KV pages."""
 
-    device: str = setting(
-        "where the model runs: cpu, cuda or cuda:N (docs/gpu.md)", default=CPU, check=cuda_index
-    )
     memory_bytes: int | None = setting(
         "what the worker may take: of the host for all its ranks, or with --device cuda of each device",
         default=None,
@@ -143,9 +145,10 @@ def engine_builder(
     *,
     decode_steps: DecodeStepsName = "plain",
     max_draft_tokens: int = MAX_DRAFT_TOKENS,
+    has_local_head: bool = False,
 ) -> Callable[[], Engine]:
     """The builder of the engine, on the thread that will own it, which writes `progress`. Torch is imported
-    there, or not at all."""
+    there, or not at all. `has_local_head`: `load_local_head` follows."""
     if options.engine == "fake":
         return lambda: _fake(options)
     require_models(options, "model")
@@ -155,7 +158,8 @@ def engine_builder(
 
     def build() -> Engine:
         with unusable_models(options):
-            return _torch(options, model_dir, progress, parallel, decode_steps, max_draft_tokens)
+            head_bytes = _local_head_bytes(options) if has_local_head else 0
+            return _torch(options, model_dir, progress, parallel, decode_steps, max_draft_tokens, head_bytes)
 
     return build
 
@@ -173,6 +177,15 @@ def load_local_head(options: EngineSettings, engine: Engine) -> DraftHead:
         return build_local_drafter(engine, options.draft_model, options.model)
 
 
+def _local_head_bytes(options: EngineSettings) -> int:
+    """What the draft head takes of the engine's device; a host has room apart."""
+    if cuda_index(options.device) is None or options.draft_model is None:
+        return 0
+    from libs.engine.eagle.head_memory import local_contexts, read_head_memory
+
+    return read_head_memory(options.draft_model).n_bytes(local_contexts(options.max_batch))
+
+
 def _torch(
     options: EngineSettings,
     model_dir: Path,
@@ -180,6 +193,7 @@ def _torch(
     parallel: ParallelSizes | None,
     decode_steps: DecodeStepsName,
     max_draft_tokens: int,
+    head_bytes: int,
 ) -> Engine:
     from libs.engine.core.build import EngineOptions, build_engine
     from libs.engine.kernels.device import free_device_bytes
@@ -208,6 +222,7 @@ def _torch(
                 max_context_tokens=options.max_context_tokens,
                 sizes=parallel,
                 decode_steps=None if decode_steps == "plain" else room,
+                draft_head_bytes=head_bytes,
             ),
             device=options.device,
             memory_bytes=options.memory_bytes,
@@ -217,6 +232,7 @@ def _torch(
             decode_steps=decode_steps,
             block_tokens=options.block_tokens,
             draft_model_dir=options.draft_model,
+            head_bytes=head_bytes,
             max_batch=options.max_batch,
             max_draft_tokens=max_draft_tokens,
             max_context_tokens=options.max_context_tokens,

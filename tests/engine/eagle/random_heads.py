@@ -33,9 +33,7 @@ def take_in(heads: list[DraftHead], *, seed: int, rounds: int = 3) -> list[str]:
         rows = []
         for i, (n, _) in enumerate(PIECES):
             tokens = random.integers(0, 256, n).astype(np.uint32)
-            rows.append(
-                ContextRows(f"s{i}", ends[i], tokens, random.normal(size=(n, 64)).astype(np.float32))
-            )
+            rows.append(ContextRows(f"s{i}", ends[i], tokens, random.normal(size=(n, 64)).astype(np.float32)))
             ends[i] += n
         for head in heads:
             head.extend_batch(rows)

@@ -11,6 +11,7 @@ import pytest
 
 from libs.common.runtime.loading import load_settings
 from libs.engine.core.build import EngineOptions, build_engine
+from libs.engine.eagle.head_memory import read_head_memory
 from libs.engine.kernels import device
 from libs.engine.parallel.sizes import parse_sizes
 from libs.engine.step.load_progress import LoadProgress
@@ -29,6 +30,7 @@ from libs.worker.process.settings import DecodeStepsName, ModelUnusable, engine_
 from services.decode.settings import DecodeSettings
 from slipstream.errors import InvalidArgument
 from tests.engine.model.release_configs import DEEPSEEK_V3, MOONLIGHT
+from tests.engine.random_head import RandomHead, write_random_head
 from tests.planner.shapes import KIMI_CONFIG
 from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 
@@ -185,6 +187,45 @@ def test_the_cache_leaves_room_for_decode_steps_as_graphs(tmp_path: Path) -> Non
     assert kv_bytes(BIG_HOST, room) == kv_bytes(BIG_HOST, None)
     with pytest.raises(InvalidArgument, match=f"{plan.decode_steps_bytes} of decode steps"):
         kv_bytes(CardMemory(30 << 30), room)
+
+
+def test_the_cache_leaves_room_for_a_draft_head_on_the_device(tmp_path: Path) -> None:
+    """On the CPU a head is in the half of the host that a worker leaves."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Moonlight"]))
+
+    def kv_bytes(memory: CardMemory | HostMemory, head_bytes: int) -> int:
+        return default_kv_bytes(
+            tmp_path, memory, max_batch=512, weight_dtype="auto", kv_dtype="auto", draft_head_bytes=head_bytes
+        )
+
+    memory = CardMemory(60 << 30)
+    assert kv_bytes(memory, 0) - kv_bytes(memory, 3 << 30) == pytest.approx(3 << 30, rel=1e-3)
+    assert kv_bytes(BIG_HOST, 0) == kv_bytes(BIG_HOST, 3 << 30)
+    with pytest.raises(InvalidArgument, match=f"{3 << 30} of the draft head"):
+        kv_bytes(CardMemory(35 << 30), 3 << 30)
+
+
+@pytest.mark.parametrize(("place", "name"), [("local", "cuda"), ("local", "cpu"), ("service", "cuda")])
+def test_a_worker_states_the_room_of_a_local_head(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str, name: str
+) -> None:
+    """Contexts of two batches, whole; nothing for a head that is elsewhere."""
+    stated: list[int] = []
+
+    def take(*_: object, draft_head_bytes: int, **__: object) -> int:
+        stated.append(draft_head_bytes)
+        raise InvalidArgument("stop", "here")
+
+    write_random_head(tmp_path, RandomHead())
+    monkeypatch.setattr(device, "free_device_bytes", lambda name: 1 if name == "cuda" else None)
+    monkeypatch.setattr(kv_size, "default_kv_bytes", take)
+    settings = DecodeSettings(
+        instance="d", model=Path("m"), draft_model=tmp_path, device=name, max_batch=7, drafter=place
+    )
+    with pytest.raises(ModelUnusable, match="stop"):
+        engine_builder(settings, LoadProgress(), has_local_head=place == "local")()
+    is_beside = (place, name) == ("local", "cuda")
+    assert stated == [read_head_memory(tmp_path).n_bytes(14) if is_beside else 0]
 
 
 @pytest.mark.parametrize("steps", ["plain", "graphs", "ahead"])

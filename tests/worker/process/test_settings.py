@@ -54,6 +54,21 @@ def test_a_draft_head_that_cannot_load_is_unusable_for_every_process_that_loads_
 
 
 @pytest.mark.parametrize(
+    ("available", "n_devices", "reason"),
+    [(False, 0, "device cuda:1: no CUDA device here"), (True, 1, "device cuda:1: this machine has 1 CUDA")],
+)
+def test_a_drafter_refuses_a_device_that_the_machine_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, available: bool, n_devices: int, reason: str
+) -> None:
+    """With the error of a worker, and before it reads a file of the head: there is none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_devices)
+    settings = WorkerSettings(instance="d0", model=tmp_path, draft_model=tmp_path, device="cuda:1")
+    with pytest.raises(ModelUnusable, match=reason):
+        DrafterApp(settings)._load_head()
+
+
+@pytest.mark.parametrize(
     ("flags", "environment", "file", "name"),
     [
         (["--max-context-tokens", "99999"], {}, "", "--max-context-tokens"),
