@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from libs.common.block_hash import TokenArray
+from libs.engine.step.device_rows import join_rows as join_features
 from libs.engine.step.draft_head import ContextRows, DraftHead, HeadRows
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS, StepOutput
 from libs.worker.process.warm_up import warm_up_head
@@ -178,6 +179,6 @@ def join_rows(pieces: Sequence[HeadRows]) -> HeadRows:
         pieces[0].seq_id,
         pieces[0].start_position,
         np.concatenate([piece.next_tokens for piece in pieces]),
-        np.concatenate([piece.features for piece in pieces]),
+        join_features([piece.features for piece in pieces]),
     )
     return whole.last(FEATURE_WINDOW_TOKENS)

@@ -23,6 +23,7 @@ import numpy as np
 
 from libs.common.block_hash import TokenArray
 from libs.common.telemetry.tracing import trace_metadata
+from libs.engine.step.device_rows import host_rows
 from libs.engine.step.types import StepOutput
 from libs.worker.requests.messages import Features, pack_features
 from libs.worker.requests.request_spec import pack_tokens
@@ -207,7 +208,7 @@ class RemoteSpeculation:
                     self._control.close(output.seq_id)
                 elif output.features is not None and output.feature_tokens is not None:
                     self._state.extend(
-                        output.seq_id, output.feature_start, output.feature_tokens, output.features
+                        output.seq_id, output.feature_start, output.feature_tokens, host_rows(output.features)
                     )
                 elif output.tokens:
                     self._state.skip(output.seq_id)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from libs.common.telemetry import tracing
+from libs.engine.step.device_rows import host_rows
 from libs.engine.step.types import FloatArray, FullBlock, PageReservation, StepOutput
 from libs.worker.engine.feature_memory import ExportedFeatures
 from libs.worker.process.core import WorkerCore
@@ -290,7 +291,7 @@ class PrefillJob(SequenceTask):
         )
         if last.features is not None and last.finish is None and self._draft_rows:
             first = max(len(last.features) - self._draft_rows, 0)
-            self._export_features(complete, last.feature_start + first, last.features[first:])
+            self._export_features(complete, last.feature_start + first, host_rows(last.features)[first:])
         self._handoffs.complete(self.handoff_id, complete)
 
     def _export_features(

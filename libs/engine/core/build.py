@@ -55,6 +55,7 @@ class EngineOptions:
     memory_bytes              what weights and KV cache may take together; None = what the process may use
     draft_model_dir           EAGLE-3 head whose features the engine computes; None = none
     head_bytes                of memory_bytes, for a draft head on the same device
+    features_on_device        features stay there for that head; else they are copied to the host
     device                    cpu, cuda or cuda:N: where weights, KV cache and kernels are
     max_context_tokens        longest context; None = the model's, or what the KV cache holds
     max_batch                 sequences in one step
@@ -74,6 +75,7 @@ class EngineOptions:
     block_tokens: int = 64
     draft_model_dir: Path | None = None
     head_bytes: int = 0
+    features_on_device: bool = False
     max_context_tokens: int | None = None
     max_batch: int = 64
     step_tokens: int = 512
@@ -123,6 +125,7 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
         max_draft_tokens=options.max_draft_tokens,
         drafter_digest=weights_digest(options.draft_model_dir) if options.draft_model_dir else "",
         graphs=_open_graphs(steps, options),
+        features_on_device=options.features_on_device,
     )
     model.capture_decode_steps(options.progress)
     paced = PacedModel(model, options.least_step_s) if options.least_step_s else model

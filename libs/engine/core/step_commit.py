@@ -9,9 +9,10 @@ from libs.engine.kv.block_features import BlockFeatures
 from libs.engine.kv.block_manager import BlockManager
 from libs.engine.kv.sequence import EngineSequence, SequenceState
 from libs.engine.sampling.verify import count_accepted
+from libs.engine.step.device_rows import FeatureArray
 from libs.engine.step.prompt_scores import PromptScores
 from libs.engine.step.step_model import BAD_TOKEN
-from libs.engine.step.types import FloatArray, FullBlock, StepOutput
+from libs.engine.step.types import FullBlock, StepOutput
 from slipstream.errors import Internal, InvalidArgument, SlipstreamError
 
 
@@ -117,7 +118,7 @@ def _commit_blocks(
     return new_full_blocks
 
 
-def _keep_features(sequence: EngineSequence, start: int, rows: FloatArray | None) -> None:
+def _keep_features(sequence: EngineSequence, start: int, rows: FeatureArray | None) -> None:
     if rows is None:
         sequence.features.pop()  # the rows before the step no longer follow on
     elif len(rows):

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from libs.engine.scheduling.scheduler import Slice
+from libs.engine.step.device_rows import FeatureArray
 from libs.engine.step.prompt_scores import PromptScores
 from libs.engine.step.step_model import SequenceRows, StepResult
-from libs.engine.step.types import FloatArray, TokenLogprobs
+from libs.engine.step.types import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class StepOutputs:
     n_drafts: int
     tokens: Sequence[int]
     logprobs: tuple[TokenLogprobs, ...] | None
-    features: FloatArray | None  # of all rows
+    features: FeatureArray | None  # of all rows
     shared_tokens: int = 0  # copied from another prompt right before the step
     scores: PromptScores | None = None
 

@@ -20,6 +20,7 @@ from libs.engine.sampling.device_draws import samples_on_device
 from libs.engine.sampling.sampler import sample
 from libs.engine.sampling.token_masks import MaskThread
 from libs.engine.step.batch import Batch, ForwardOutput, Int32Array
+from libs.engine.step.device_rows import DeviceRows, FeatureArray
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.step_model import SequenceRows, StepResult
 from libs.engine.step.stop_flag import StepAborted, StopFlag
@@ -53,8 +54,13 @@ class TorchModel:
         max_context_tokens: int | None = None,
         drafter_digest: str = "",
         graphs: StepGraphs | None = None,
+        features_on_device: bool = False,
     ) -> None:
-        """`graphs`: how steps of decoding rows run again; None = each is launched program by program."""
+        """`graphs`: how steps of decoding rows run again; None = each is launched program by program.
+
+        `features_on_device`: features are not copied to the host, for a head on the same device.
+        """
+        self._features_on_device = features_on_device
         self._runner = runner
         self._device = runner.cache.pages.device
         self._mask_thread = MaskThread()
@@ -107,7 +113,7 @@ class TorchModel:
         finally:
             ready = masks()  # also after an aborted step: no one else may use the constraints until then
         tokens, logprobs = sample(output.logits, rows, ready)
-        features = _in_host(output.features)
+        features = self._outgoing(output.features)
         if not tokens:  # nothing was read, so the device may still write the KV
             wait_for_device(self._device)
         return StepResult(tokens, logprobs, features, output.scores)
@@ -149,7 +155,16 @@ class TorchModel:
         if launched is None:
             return None
         features = self._decode_steps.features_of(batch)
-        return StepResult(launched.read(), None, _in_host(features))
+        return StepResult(launched.read(), None, self._outgoing(features))
+
+    def _outgoing(self, features: torch.Tensor | None) -> FeatureArray | None:
+        """Features of a step; on the device a copy, since the next step writes into the same buffers."""
+        if features is None:
+            return None
+        if self._features_on_device:
+            return DeviceRows(features.clone())
+        values: FloatArray = features.float().cpu().numpy()
+        return values
 
     def _forward(self, batch: Batch, stop: StopFlag) -> ForwardOutput:
         output = None if self._decode_steps is None else self._decode_steps.forward(batch)
@@ -177,10 +192,3 @@ class TorchModel:
             ),
             max_context_tokens=self.info.max_context_tokens,
         )
-
-
-def _in_host(features: torch.Tensor | None) -> FloatArray | None:
-    if features is None:
-        return None
-    values: FloatArray = features.float().cpu().numpy()
-    return values

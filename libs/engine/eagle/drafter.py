@@ -20,6 +20,7 @@ from libs.engine.eagle.attention import ProjectedRows
 from libs.engine.eagle.context import DraftContext, HeadInputs
 from libs.engine.eagle.head_rows import MAX_DRAFTS, KvShape
 from libs.engine.kernels.device import upload
+from libs.engine.step.device_rows import DeviceRows, FeatureArray, join_rows
 from libs.engine.step.draft_head import ContextRows, HeadRows
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS, FloatArray
 from slipstream.errors import InvalidArgument
@@ -121,9 +122,10 @@ class DrafterEngine:
             return
         tokens = torch.from_numpy(_joined([e.next_tokens for e in kept], np.int64))
         positions = torch.cat([torch.arange(e.start_position, e.end_position) for e in kept])
-        features = torch.from_numpy(_joined([e.features for e in kept], np.float32))
-        placed = (upload(each, self._head.device) for each in (features, tokens, positions))
-        inputs, rows = self._head.take_in(*placed)
+        features, device = join_rows([e.features for e in kept]), self._head.device
+        inputs, rows = self._head.take_in(
+            _placed(features, device), upload(tokens, device), upload(positions, device)
+        )
         end = 0
         for piece in kept:
             start, end = end, end + len(piece.next_tokens)
@@ -179,8 +181,15 @@ class DrafterEngine:
             raise InvalidArgument("start_position", "is negative")
         if int(np.max(e.next_tokens)) >= self._head.config.vocab_size:
             raise InvalidArgument("next_tokens", "a token lies outside the vocabulary")
-        if not np.isfinite(e.features).all():
+        # Those of an engine on the device are not read here: the host would wait for them.
+        if not isinstance(e.features, DeviceRows) and not np.isfinite(e.features).all():
             raise InvalidArgument("features", "not finite")
+
+
+def _placed(features: FeatureArray, device: torch.device) -> torch.Tensor:
+    if isinstance(features, DeviceRows):
+        return features.tensor.to(device, torch.float32)
+    return upload(torch.from_numpy(np.array(features, np.float32)), device)
 
 
 def _joined(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from libs.engine.step.device_rows import FeatureArray, host_rows
 from libs.engine.step.types import FloatArray
 
 _SHARE_OF_KV = 16
@@ -29,11 +30,11 @@ class BlockFeatures:
         self._rows: OrderedDict[bytes, FloatArray] = OrderedDict()
         self.n_bytes = 0
 
-    def put(self, block_hash: bytes, rows: FloatArray) -> None:
-        """Keep a copy of one block's rows."""
+    def put(self, block_hash: bytes, rows: FeatureArray) -> None:
+        """Keep a copy of one block's rows, in the host."""
         if block_hash in self._rows or rows.nbytes > self._max_bytes:
             return
-        self._rows[block_hash] = np.array(rows, np.float32)
+        self._rows[block_hash] = np.array(host_rows(rows))
         self.n_bytes += self._rows[block_hash].nbytes
         while self.n_bytes > self._max_bytes:
             self.n_bytes -= self._rows.popitem(last=False)[1].nbytes

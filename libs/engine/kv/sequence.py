@@ -14,12 +14,12 @@ from libs.engine.kv.block_features import BlockFeatures
 from libs.engine.kv.block_manager import BlockManager
 from libs.engine.sampling.stop_conditions import cut_at_stop
 from libs.engine.step.constraint import TokenConstraint
+from libs.engine.step.device_rows import FeatureArray, join_rows
 from libs.engine.step.prompt_scores import scored_tokens
 from libs.engine.step.step_model import SequenceRows, no_tokens
 from libs.engine.step.types import (
     FEATURE_WINDOW_TOKENS,
     FinishReason,
-    FloatArray,
     FullBlock,
     PageReservation,
     SequenceSpec,
@@ -40,25 +40,25 @@ class FeatureRows:
     """Features not yet sent: rows of consecutive positions, at most the last FEATURE_WINDOW_TOKENS."""
 
     start: int = 0
-    rows: FloatArray | None = None
+    rows: FeatureArray | None = None
 
-    def append(self, start: int, rows: FloatArray) -> None:
+    def append(self, start: int, rows: FeatureArray) -> None:
         if self.rows is None or self.start + len(self.rows) != start:
             self.start, self.rows = start, rows
         else:
-            self.rows = np.concatenate([self.rows, rows])
+            self.rows = join_rows([self.rows, rows])
         surplus = len(self.rows) - FEATURE_WINDOW_TOKENS
         if surplus > 0:
             self.start, self.rows = self.start + surplus, self.rows[surplus:]
 
-    def span(self, start: int, n_rows: int) -> FloatArray | None:
+    def span(self, start: int, n_rows: int) -> FeatureArray | None:
         """The rows of positions [start, start + n_rows); None unless all of them are there."""
         first = start - self.start
         if self.rows is None or first < 0 or first + n_rows > len(self.rows):
             return None
         return self.rows[first : first + n_rows]
 
-    def pop(self) -> tuple[int, FloatArray | None]:
+    def pop(self) -> tuple[int, FeatureArray | None]:
         start, rows = self.start, self.rows
         self.start, self.rows = 0, None
         return start, rows

@@ -9,10 +9,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from libs.common.block_hash import TokenArray
-from libs.engine.step.types import FloatArray
+from libs.engine.step.device_rows import DeviceRows, FeatureArray
 
-# Rows of floats, or bfloat16 bits on their way to a drafter.
-FeaturesT = TypeVar("FeaturesT", bound="np.ndarray[Any, Any]")
+# Rows of floats, here or on a device, or bfloat16 bits on their way to a drafter.
+FeaturesT = TypeVar("FeaturesT", bound="np.ndarray[Any, Any] | DeviceRows")
 
 # What a request to a head may ask for, of one sequence.
 MAX_DRAFT_TOKENS = 8
@@ -44,7 +44,7 @@ class ContextRows(Generic[FeaturesT]):
         return ContextRows(self.seq_id, self.start_position + surplus, tokens, features)
 
 
-HeadRows = ContextRows[FloatArray]  # as a head computes with them
+HeadRows = ContextRows[FeatureArray]  # as a head computes with them
 
 
 class DraftHead(Protocol):

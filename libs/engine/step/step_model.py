@@ -16,9 +16,10 @@ import numpy.typing as npt
 from libs.common.block_hash import TokenArray
 from libs.engine.step.batch import Batch, Int32Array
 from libs.engine.step.constraint import TokenConstraint
+from libs.engine.step.device_rows import FeatureArray
 from libs.engine.step.prompt_scores import PromptScores
 from libs.engine.step.stop_flag import StopFlag
-from libs.engine.step.types import DeviceBytes, EngineInfo, FloatArray, SamplingParams, TokenLogprobs
+from libs.engine.step.types import DeviceBytes, EngineInfo, SamplingParams, TokenLogprobs
 
 BAD_TOKEN = -1  # stands for the token of a row without finite logits
 
@@ -64,7 +65,7 @@ class StepResult:
 
     tokens: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None] | None
-    features: FloatArray | None  # [T, feature_width], all rows
+    features: FeatureArray | None  # [T, feature_width], all rows
     scores: PromptScores | None = None  # of all scored tokens in order
 
 

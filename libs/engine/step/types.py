@@ -23,6 +23,7 @@ import numpy.typing as npt
 from libs.common.block_hash import TokenArray
 from libs.common.transport.tensor_memory import Tensor
 from libs.engine.step.constraint import TokenConstraint
+from libs.engine.step.device_rows import FeatureArray
 from libs.engine.step.prompt_scores import PromptScores
 from slipstream.errors import SlipstreamError
 from slipstream.sampling import SamplingParams as SamplingParams
@@ -124,7 +125,7 @@ class StepOutput:
     scores: PromptScores | None = None  # of the next prompt tokens if requested
     accepted_drafts: int = 0
     proposed_drafts: int = 0
-    features: FloatArray | None = None  # [rows, feature_width]
+    features: FeatureArray | None = None  # [rows, feature_width]
     feature_tokens: TokenArray | None = None  # [rows]
     feature_start: int = 0
     new_full_blocks: tuple[FullBlock, ...] = ()  # in order; shared ones included

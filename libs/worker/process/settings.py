@@ -233,6 +233,7 @@ def _torch(
             block_tokens=options.block_tokens,
             draft_model_dir=options.draft_model,
             head_bytes=head_bytes,
+            features_on_device=head_bytes > 0,
             max_batch=options.max_batch,
             max_draft_tokens=max_draft_tokens,
             max_context_tokens=options.max_context_tokens,

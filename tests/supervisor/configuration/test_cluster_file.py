@@ -238,15 +238,15 @@ def test_memory_of_one_tier_that_leaves_the_other_nothing_is_refused(
         ("[decode]\ndevice = 'cuda'", ("--device", "cpu"), ""),
         (
             "[decode]\ndevice = 'cuda'\n[drafter]\ndevice = 'cuda:0'",
-            ("--decode", "1", "--drafters", "1"),
+            ("--decode", "1", "--drafter", "1"),
             "1 prefill and decode workers and 1 drafters share cuda:0",
         ),
         (
             "[decode]\ndevice = 'cuda'\nmemory_bytes = 1000\n[drafter]\ndevice = 'cuda:0'",
-            ("--decode", "1", "--drafters", "1"),
+            ("--decode", "1", "--drafter", "1"),
             "",
         ),
-        ("[decode]\ndevice = 'cuda'\n[drafter]\ndevice = 'cuda:1'", ("--decode", "1", "--drafters", "1"), ""),
+        ("[decode]\ndevice = 'cuda'\n[drafter]\ndevice = 'cuda:1'", ("--decode", "1", "--drafter", "1"), ""),
     ],
 )
 def test_workers_of_one_device_get_the_share_that_each_may_take(
