@@ -60,21 +60,20 @@ class LoopedRows:
 class PaddedRows:
     """Copies of contexts in one buffer, as long as the longest, and room for rows behind them.
 
-    What lies beside a context in its window is finite and masked. Nothing here waits for a device.
+    What lies behind a shorter context is finite and masked. Nothing here waits for a device.
     """
 
     def __init__(self, contexts: Sequence[DraftContext], n_behind: int) -> None:
         self._length = max(context.n_rows for context in contexts)
         windows = [context.window(self._length) for context in contexts]
         visible = np.ones((len(contexts), 1, 1, self._length + n_behind), np.bool_)
-        for row, context, window in zip(visible, contexts, windows, strict=True):
-            row[..., : self._length] = False
-            row[..., window.n_before : window.n_before + context.n_rows] = True
-        self._keys = self._joined([window.keys for window in windows], n_behind)
+        for row, context in zip(visible, contexts, strict=True):
+            row[..., context.n_rows : self._length] = False
+        self._keys = self._joined([keys for keys, _ in windows], n_behind)
         shape = contexts[0].shape
         self._values = self._keys[..., : shape.value_width]
         if not shape.values_in_keys:
-            self._values = self._joined([window.values for window in windows], n_behind)
+            self._values = self._joined([values for _, values in windows], n_behind)
         self._visible = upload(torch.from_numpy(visible), self._keys.device)
 
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor, heads: slice = ALL_HEADS) -> None:

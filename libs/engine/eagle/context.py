@@ -11,15 +11,6 @@ from libs.engine.eagle.head_rows import KvShape, context_rows
 
 
 @dataclass(frozen=True, slots=True)
-class ContextWindow:
-    """Rows of a context's buffers that hold all of its own; `n_before` others lie before these."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    n_before: int
-
-
-@dataclass(frozen=True, slots=True)
 class HeadInputs:
     """The inputs of `attend` for rows: residuals [T, H] and queries [T, n_heads, key_width]."""
 
@@ -71,11 +62,13 @@ class DraftContext:
         rows = slice(self._first, self._first + self.n_rows + n_behind)
         return self._keys[:, rows], self._values[:, rows]
 
-    def window(self, n_rows: int) -> ContextWindow:
-        """`n_rows` rows of the buffers around the context's own, which are no more than that."""
-        start = min(self._first, self._keys.shape[1] - n_rows)
-        rows = slice(start, start + n_rows)
-        return ContextWindow(self._keys[:, rows], self._values[:, rows], self._first - start)
+    def window(self, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of `n_rows` rows of the buffers, at most one window: first the context's own.
+
+        They begin in the first window, so the second one holds the rest.
+        """
+        rows = slice(self._first, self._first + n_rows)
+        return self._keys[:, rows], self._values[:, rows]
 
     def write_behind(self, index: int, keys: torch.Tensor, values: torch.Tensor, heads: slice) -> None:
         """Write rows [n, kv_heads, D] from `index` on behind the context, until the next `append`."""

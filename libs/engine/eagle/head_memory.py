@@ -14,7 +14,7 @@ from libs.engine.eagle.head_rows import PADDED_CONTEXTS, KvShape, context_rows
 from libs.engine.model_spec.config_json import read_config_json
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS
 
-_VALUE_BYTES = 2  # activations, and matrices in their dtype
+BF16_BYTES, FP32_BYTES = 2, 4
 _NORM_BYTES = 4
 _ID_BYTES = 8
 _LOGIT_BYTES = 4
@@ -41,24 +41,28 @@ def local_contexts(max_batch: int) -> int:
     return _CONTEXTS_OF_A_BATCH * max_batch
 
 
-def read_head_memory(head_dir: Path) -> HeadMemory:
-    """Of the head in a directory. Raises InvalidArgument naming a missing or unsupported key."""
+def read_head_memory(head_dir: Path, *, value_bytes: int = BF16_BYTES) -> HeadMemory:
+    """Of the head in a directory. Raises InvalidArgument naming a missing or unsupported key.
+
+    value_bytes  of an activation, and of the weights in matrices
+    """
     raw = read_config_json(head_dir, "draft_model_dir")
     if is_block_head(raw):
         block = parse_block_config(raw)
-        return _memory(_block_bytes(block), block.kv_shape, block.vocab_size, block.block_size)
+        weights = _block_bytes(block, value_bytes)
+        return _memory(weights, block.kv_shape, block.vocab_size, block.block_size, value_bytes)
     head = parse_head_config(raw)
-    return _memory(_chain_bytes(head), head.kv_shape, head.draft_vocab_size, 1)
+    return _memory(_chain_bytes(head, value_bytes), head.kv_shape, head.draft_vocab_size, 1, value_bytes)
 
 
-def _memory(weight_bytes: int, kv: KvShape, vocab_size: int, rows_each: int) -> HeadMemory:
-    context_bytes = context_rows(FEATURE_WINDOW_TOKENS) * kv.row_values * _VALUE_BYTES
+def _memory(weight_bytes: int, kv: KvShape, vocab_size: int, rows_each: int, value_bytes: int) -> HeadMemory:
+    context_bytes = context_rows(FEATURE_WINDOW_TOKENS) * kv.row_values * value_bytes
     logits = PADDED_CONTEXTS * rows_each * vocab_size * _LOGIT_BYTES * _LOGIT_COPIES
     # A stack of windows, and its copy with room for drafts: each is about half of the contexts' buffers.
     return HeadMemory(weight_bytes, context_bytes, PADDED_CONTEXTS * context_bytes + logits + _PASS_BYTES)
 
 
-def _chain_bytes(c: HeadConfig) -> int:
+def _chain_bytes(c: HeadConfig, value_bytes: int) -> int:
     shape, inputs, hidden = c.attention, 2 * c.hidden_size, c.hidden_size
     values = (c.vocab_size + c.draft_vocab_size + 3 * c.intermediate_size) * hidden
     norms = 4 * hidden
@@ -68,7 +72,7 @@ def _chain_bytes(c: HeadConfig) -> int:
     else:
         values += _latent_values(shape, inputs) + shape.n_heads * shape.v_head_dim * hidden
         norms += (shape.q_lora_rank or 0) + shape.kv_lora_rank
-    return values * _VALUE_BYTES + norms * _NORM_BYTES + c.draft_vocab_size * _ID_BYTES
+    return values * value_bytes + norms * _NORM_BYTES + c.draft_vocab_size * _ID_BYTES
 
 
 def _latent_values(shape: LatentShape, inputs: int) -> int:
@@ -79,8 +83,8 @@ def _latent_values(shape: LatentShape, inputs: int) -> int:
     return q + kv + shape.n_heads * (shape.qk_nope_head_dim + shape.v_head_dim) * shape.kv_lora_rank
 
 
-def _block_bytes(c: BlockHeadConfig) -> int:
+def _block_bytes(c: BlockHeadConfig, value_bytes: int) -> int:
     q_rows, kv_rows, hidden = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.hidden_size
     layer = (2 * q_rows + 2 * kv_rows + 3 * c.intermediate_size) * hidden
     norms = 2 * hidden + c.n_layers * 2 * (hidden + c.head_dim)
-    return (2 * c.vocab_size * hidden + c.n_layers * layer) * _VALUE_BYTES + norms * _NORM_BYTES
+    return (2 * c.vocab_size * hidden + c.n_layers * layer) * value_bytes + norms * _NORM_BYTES

@@ -181,9 +181,11 @@ def _local_head_bytes(options: EngineSettings) -> int:
     """What the draft head takes of the engine's device; a host has room apart."""
     if cuda_index(options.device) is None or options.draft_model is None:
         return 0
-    from libs.engine.eagle.head_memory import local_contexts, read_head_memory
+    from libs.engine.eagle.head_memory import BF16_BYTES, FP32_BYTES, local_contexts, read_head_memory
 
-    return read_head_memory(options.draft_model).n_bytes(local_contexts(options.max_batch))
+    value_bytes = FP32_BYTES if options.compute_dtype == "float32" else BF16_BYTES
+    memory = read_head_memory(options.draft_model, value_bytes=value_bytes)
+    return memory.n_bytes(local_contexts(options.max_batch))
 
 
 def _torch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -42,14 +42,18 @@ def held_bytes(*parts: Any) -> int:
     return sum(storages.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", WRITERS)
-def test_the_estimate_is_what_a_head_and_its_contexts_hold(tmp_path: Path, kind: str) -> None:
+def test_the_estimate_is_what_a_head_and_its_contexts_hold(
+    tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
     WRITERS[kind](tmp_path / "head")
     (tmp_path / "target").mkdir()
-    write_random_checkpoint(tmp_path / "target", RandomCheckpoint())
-    kernels = TritonKernels(torch.device("cpu"), torch.bfloat16)
+    name: Literal["float32", "bfloat16"] = "bfloat16" if dtype == torch.bfloat16 else "float32"
+    write_random_checkpoint(tmp_path / "target", RandomCheckpoint(dtype=name))
+    kernels = TritonKernels(torch.device("cpu"), dtype)
     head = build_drafter(tmp_path / "head", tmp_path / "target", kernels=kernels)._head
-    memory = read_head_memory(tmp_path / "head")
+    memory = read_head_memory(tmp_path / "head", value_bytes=dtype.itemsize)
     assert abs(memory.weight_bytes - held_bytes(head)) < _SMALL_BYTES
     like = torch.zeros(1, dtype=kernels.dtype)
     assert memory.context_bytes == held_bytes(DraftContext(head.kv_shape, FEATURE_WINDOW_TOKENS, like))
