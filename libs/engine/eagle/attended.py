@@ -50,11 +50,15 @@ class LoopedRows:
 
     def mix(self, q: torch.Tensor, n_behind: int, *, scale: float, heads: slice = ALL_HEADS) -> torch.Tensor:
         """See `AttendedRows`."""
-        mixed = []
-        for i, context in enumerate(self._contexts):
-            keys, values = (part[None, heads] for part in context.view(n_behind))
-            mixed.append(_mix(q[i : i + 1], keys, values, None, scale))
-        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+        contexts = [context.view(n_behind) for context in self._contexts]
+        if heads is not ALL_HEADS:
+            contexts = [(keys[heads], values[heads]) for keys, values in contexts]
+        grouped = _by_kv_head(q, len(contexts[0][0]))
+        mixed = [
+            scaled_dot_product_attention(grouped[i : i + 1], keys[None], values[None], scale=scale)
+            for i, (keys, values) in enumerate(contexts)
+        ]
+        return _by_row(mixed[0] if len(mixed) == 1 else torch.cat(mixed), q.shape[1])
 
 
 class PaddedRows:
@@ -72,7 +76,8 @@ class PaddedRows:
         self._keys = self._joined([keys for keys, _ in windows], n_behind)
         shape = contexts[0].shape
         self._values = self._keys[..., : shape.value_width]
-        if not shape.values_in_keys:
+        self._values_are_apart = not shape.values_in_keys
+        if self._values_are_apart:
             self._values = self._joined([values for _, values in windows], n_behind)
         self._visible = upload(torch.from_numpy(visible), self._keys.device)
 
@@ -80,13 +85,16 @@ class PaddedRows:
         """See `AttendedRows`."""
         at = slice(self._length + index, self._length + index + keys.shape[1])
         self._keys[:, heads, at] = keys.transpose(1, 2)
-        self._values[:, heads, at] = values.transpose(1, 2)
+        if self._values_are_apart:
+            self._values[:, heads, at] = values.transpose(1, 2)
 
     def mix(self, q: torch.Tensor, n_behind: int, *, scale: float, heads: slice = ALL_HEADS) -> torch.Tensor:
         """See `AttendedRows`."""
         rows = slice(self._length + n_behind)
         keys, values = self._keys[:, heads, rows], self._values[:, heads, rows]
-        return _mix(q, keys, values, self._visible[..., rows], scale)
+        grouped, visible = _by_kv_head(q, keys.shape[1]), self._visible[..., rows]
+        mixed = scaled_dot_product_attention(grouped, keys, values, attn_mask=visible, scale=scale)
+        return _by_row(mixed, q.shape[1])
 
     def _joined(self, parts: Sequence[torch.Tensor], n_behind: int) -> torch.Tensor:
         n_heads, _, width = parts[0].shape
@@ -110,14 +118,19 @@ def pads_contexts(kernels: Kernels) -> bool:
     return kernels.name == "triton"
 
 
-def _mix(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor | None, scale: float
-) -> torch.Tensor:
-    """q [S, R, n_heads, D], keys [S, kv, n, D], values [S, kv, n, E] -> [S, R, n_heads, E]."""
+def _by_kv_head(q: torch.Tensor, n_kv_heads: int) -> torch.Tensor:
+    """[S, R, n_heads, D] -> [S, kv, R * group, D]: all rows see the same keys."""
     n_sequences, n_rows, n_heads, width = q.shape
-    n_kv_heads = keys.shape[1]
     by_kv = q.reshape(n_sequences, n_rows, n_kv_heads, n_heads // n_kv_heads, width)
-    grouped = by_kv.transpose(1, 2).flatten(2, 3)  # all rows see the same keys
-    mixed = scaled_dot_product_attention(grouped, keys, values, attn_mask=visible, scale=scale)
-    split = mixed.view(n_sequences, n_kv_heads, n_rows, n_heads // n_kv_heads, -1)
+    if n_rows == 1:
+        return by_kv[:, 0]
+    return by_kv.transpose(1, 2).flatten(2, 3)
+
+
+def _by_row(mixed: torch.Tensor, n_rows: int) -> torch.Tensor:
+    """[S, kv, R * group, E] -> [S, R, n_heads, E]."""
+    n_sequences, n_kv_heads, _, width = mixed.shape
+    if n_rows == 1:
+        return mixed.reshape(n_sequences, 1, -1, width)
+    split = mixed.view(n_sequences, n_kv_heads, n_rows, -1, width)
     return split.transpose(1, 2).flatten(2, 3)

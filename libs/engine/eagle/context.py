@@ -75,7 +75,8 @@ class DraftContext:
         start = self._first + self.n_rows + index
         rows = slice(start, start + len(keys))
         self._keys[heads, rows] = keys.transpose(0, 1)
-        self._values[heads, rows] = values.transpose(0, 1)
+        if not self.shape.values_in_keys:
+            self._values[heads, rows] = values.transpose(0, 1)
 
     def append(self, start_position: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Replace the rows from start_position on with n new ones [n, kv_heads, D]; n <= window."""

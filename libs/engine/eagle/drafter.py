@@ -22,7 +22,7 @@ from libs.engine.eagle.head_rows import MAX_DRAFTS, KvShape
 from libs.engine.kernels.device import upload
 from libs.engine.step.device_rows import DeviceRows, FeatureArray, join_rows
 from libs.engine.step.draft_head import ContextRows, HeadRows
-from libs.engine.step.types import FEATURE_WINDOW_TOKENS, FloatArray
+from libs.engine.step.types import FEATURE_WINDOW_TOKENS
 from slipstream.errors import InvalidArgument
 
 MAX_SEQUENCES = 1024
@@ -104,7 +104,9 @@ class DrafterEngine:
     def sequences(self) -> int:
         return len(self._contexts)
 
-    def extend(self, seq_id: str, start_position: int, next_tokens: TokenArray, features: FloatArray) -> None:
+    def extend(
+        self, seq_id: str, start_position: int, next_tokens: TokenArray, features: FeatureArray
+    ) -> None:
         """`extend_batch` of one."""
         self.extend_batch([ContextRows(seq_id, start_position, next_tokens, features)])
 
