@@ -19,6 +19,7 @@ from libs.common.transport.base import KvTransport, TransferTimeout
 from libs.common.transport.open import open_transport
 from libs.common.transport.socket import SocketTransport
 from libs.engine.core.fake_head import FakeHead
+from libs.engine.step.device_rows import host_rows
 from libs.engine.step.draft_head import HeadRows
 from libs.worker.engine.feature_memory import ExportedFeatures, FeatureMemory
 from libs.worker.requests.messages import FEATURE_BYTES, pack_features
@@ -139,7 +140,7 @@ async def test_exported_rows_become_the_context(kind: str) -> None:
         await call.write(memory.request(memory.extend("a", 4, [5, 6, 7]), extend("b", 0, [9])))
         assert await answers(call, 2) == {("a", 8): [8, 9, 10], ("b", 2): [10, 11, 12]}
         (rows,) = [rows for rows in head.got if rows.seq_id.endswith("/a")]
-        assert rows.start_position == 4 and rows.features.tolist() == memory.rows(3).tolist()
+        assert rows.start_position == 4 and host_rows(rows.features).tolist() == memory.rows(3).tolist()
         assert node.count(PULLED) == 3 * WIDTH * FEATURE_BYTES
         assert not node.count(UNREAD)
         call.cancel()

@@ -27,6 +27,7 @@ from libs.engine.scheduling.scheduler import Limits, Slice, schedule
 from libs.engine.scheduling.shared_blocks import SharedBlocks
 from libs.engine.scheduling.step_abort import StepAbort
 from libs.engine.step.constraint import TokenConstraint
+from libs.engine.step.device_rows import FeatureArray
 from libs.engine.step.step_model import AheadModel, SequenceRows, StepModel, StepResult, lay_out
 from libs.engine.step.stop_flag import StepAborted
 from libs.engine.step.types import (
@@ -34,7 +35,6 @@ from libs.engine.step.types import (
     DeviceBytes,
     EngineInfo,
     EngineLedger,
-    FloatArray,
     FullBlock,
     PageChange,
     PageReservation,
@@ -138,7 +138,7 @@ class PagedEngine:
         seq_id: str,
         *,
         first_token: int | None = None,
-        features: FloatArray | None = None,
+        features: FeatureArray | None = None,
         constraint: TokenConstraint | None = None,
     ) -> None:
         sequence = self._reserved(seq_id)

@@ -242,7 +242,7 @@ class Engine(Protocol):
         seq_id: str,
         *,
         first_token: int | None = None,
-        features: FloatArray | None = None,
+        features: FeatureArray | None = None,
         constraint: TokenConstraint | None = None,
     ) -> None:
         """Make the sequence runnable.
