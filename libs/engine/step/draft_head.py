@@ -12,20 +12,20 @@ from libs.common.block_hash import TokenArray
 from libs.engine.step.device_rows import DeviceRows, FeatureArray
 
 # Rows of floats, here or on a device, or bfloat16 bits on their way to a drafter.
-FeaturesT = TypeVar("FeaturesT", bound="np.ndarray[Any, Any] | DeviceRows")
+FeaturesT_co = TypeVar("FeaturesT_co", bound="np.ndarray[Any, Any] | DeviceRows", covariant=True)
 
 # What a request to a head may ask for, of one sequence.
 MAX_DRAFT_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class ContextRows(Generic[FeaturesT]):
+class ContextRows(Generic[FeaturesT_co]):
     """Committed rows of one sequence: row i is (feature of position i, token at i + 1)."""
 
     seq_id: str
     start_position: int
     next_tokens: TokenArray  # [n >= 1]
-    features: FeaturesT  # [n, width]
+    features: FeaturesT_co  # [n, width]
 
     @property
     def end_position(self) -> int:
@@ -36,11 +36,11 @@ class ContextRows(Generic[FeaturesT]):
         """Committed length once they are known."""
         return self.end_position + 1
 
-    def last(self, n_rows: int) -> ContextRows[FeaturesT]:
+    def last(self, n_rows: int) -> ContextRows[FeaturesT_co]:
         """The newest `n_rows` rows."""
         surplus = max(len(self.next_tokens) - n_rows, 0)
         tokens = self.next_tokens[surplus:]
-        features: FeaturesT = self.features[surplus:]  # type: ignore[assignment]  # it keeps its dtype
+        features: FeaturesT_co = self.features[surplus:]  # type: ignore[assignment]  # it keeps its dtype
         return ContextRows(self.seq_id, self.start_position + surplus, tokens, features)
 
 

@@ -17,7 +17,7 @@ from libs.engine.core.engine import PagedEngine
 from libs.engine.core.torch_model import TorchModel
 from libs.engine.kv.sequence import FeatureRows
 from libs.engine.step.device_rows import DeviceRows, FeatureArray, host_rows, join_rows
-from libs.engine.step.draft_head import ContextRows
+from libs.engine.step.draft_head import ContextRows, HeadRows
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS, SamplingParams, SequenceSpec, StepOutput
 from services.decode.local_speculation import LocalSpeculation
 from services.decode.local_speculation import join_rows as join_pieces
@@ -117,7 +117,7 @@ class TestRows:
     def test_pieces_of_a_sequence_join_on_a_device_without_values(self) -> None:
         """The meta device has none: reading them, or a copy to the host, would raise."""
 
-        def piece(start: int, n: int) -> ContextRows:
+        def piece(start: int, n: int) -> HeadRows:
             rows = DeviceRows(torch.empty(n, 4, dtype=torch.bfloat16, device="meta"))
             return ContextRows("s", start, np.zeros(n, np.uint32), rows)
 
