@@ -228,7 +228,7 @@ async def test_a_silent_worker_fails_the_attempts_that_need_it(silent: str, when
 async def test_a_stopped_sequence_gives_its_statistics() -> None:
     run = AttemptRig(link())
     aborted: list[bool] = []
-    run.sequence.abort = lambda: aborted.append(True)  # type: ignore[attr-defined]
+    run.sequence.abort = lambda: aborted.append(True)  # type: ignore[method-assign]
     stopping = asyncio.create_task(run.attempt.stop())
     await asyncio.sleep(0)
     assert aborted == [True]
