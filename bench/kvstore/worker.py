@@ -79,6 +79,7 @@ class BenchWorker:
             info=SimpleNamespace(page_bytes=page_bytes, n_pages=n_pages),
             memory=self._pages.view(0, self._pages.n_bytes),
             memory_address=self._pages.address,
+            page_parts=None,
         )
         self._transport = transport
         self._memory = PageMemory(engine, KvChecksum.of_cluster(_SECRET))

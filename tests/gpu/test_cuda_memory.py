@@ -31,6 +31,7 @@ def page_memory(cache: PagedLatentCache) -> PageMemory:
         info=info,
         memory=cache.memory,
         memory_address=cache.address,
+        page_parts=None,
         read_page=PageCopies(cache.memory, cache.page_bytes).read,
     )
     return PageMemory(engine)

@@ -99,6 +99,14 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
     config = load_config(model_dir)
     if options.draft_model_dir is not None:
         _check_head(options.draft_model_dir, config)
+    if options.parallel is not None:
+        check_group(
+            options.parallel,
+            device=options.device,
+            kernels=options.kernels,
+            block_tokens=options.block_tokens,
+            decode_steps=options.decode_steps,
+        )
     kv_dtype = _kv_dtype(config, options)
     _check_context(config, kv_dtype, options)
     steps = _step_memory(config, options)
@@ -164,7 +172,6 @@ def _load(
 ) -> ModelRunner | GroupRunner:
     if parallel is None or parallel.n_ranks == 1:
         return ModelRunner.load(model_dir, options)
-    check_group(parallel, device=options.device, kernels=options.kernels, block_tokens=options.block_tokens)
     from libs.engine.parallel.group_runner import GroupRunner
 
     return GroupRunner.load(model_dir, options, parallel)

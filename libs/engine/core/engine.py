@@ -28,6 +28,7 @@ from libs.engine.scheduling.shared_blocks import SharedBlocks
 from libs.engine.scheduling.step_abort import StepAbort
 from libs.engine.step.constraint import TokenConstraint
 from libs.engine.step.device_rows import FeatureArray
+from libs.engine.step.page_parts import PageParts
 from libs.engine.step.step_model import AheadModel, SequenceRows, StepModel, StepResult, lay_out
 from libs.engine.step.stop_flag import StepAborted
 from libs.engine.step.types import (
@@ -68,7 +69,7 @@ class PagedEngine:
         self._limits = Limits(max(step_tokens, max_batch), max_batch, long_step_tokens)
         self._blocks = BlockManager(model.info.n_pages)
         self._features = BlockFeatures(feature_bytes(model.info.n_pages * model.info.page_bytes))
-        self._copies = PageCopies(model.memory, model.info.page_bytes)
+        self._copies = PageCopies(model.memory, model.info.page_bytes, model.page_parts)
         self._shared = SharedBlocks(self._blocks, self._copies, model.info, enabled=share_running_prefixes)
         self._sequences: dict[str, EngineSequence] = {}
         self._shares = PrefillShares()
@@ -91,6 +92,10 @@ class PagedEngine:
     @property
     def memory_address(self) -> int:
         return self.model.memory_address
+
+    @property
+    def page_parts(self) -> PageParts | None:
+        return self.model.page_parts
 
     def read_page(self, page: int) -> memoryview:
         return self._copies.read(page)
@@ -124,6 +129,9 @@ class PagedEngine:
             raise FailedPrecondition(
                 f"{seq_id}: filled to {n_tokens}, outside [{sequence.n_computed}, {sequence.n_tokens}]"
             )
+        block_tokens = self.info.block_tokens
+        filled = slice(sequence.n_computed // block_tokens, -(-n_tokens // block_tokens))
+        self._copies.take(sequence.pages[filled])
         sequence.n_computed = n_tokens
         # Without the block of the last token, because this engine may still compute it into this page.
         sequence.commit_blocks(min(n_tokens, sequence.n_tokens - 1), self._blocks)

@@ -70,6 +70,7 @@ class FakeModel:
         host = PageAlignedMemory(n_bytes)
         self.memory = host.buffer[:n_bytes]
         self.memory_address = host.address
+        self.page_parts = None
         self._row_bytes = info.page_bytes // info.block_tokens
         self._next_token = next_token
         self._pace_s_per_token = pace_s_per_token

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from libs.engine.step.batch import Batch
+from libs.engine.step.page_parts import PageParts
 from libs.engine.step.step_model import SequenceRows, StepModel, StepResult
 from libs.engine.step.stop_flag import StopFlag
 from libs.engine.step.types import DeviceBytes, EngineInfo
@@ -37,6 +38,10 @@ class PacedModel:
     @property
     def memory_address(self) -> int:
         return self.model.memory_address
+
+    @property
+    def page_parts(self) -> PageParts | None:
+        return self.model.page_parts
 
     def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         began_s = self._clock()

@@ -22,6 +22,7 @@ from libs.engine.sampling.token_masks import MaskThread
 from libs.engine.step.batch import Batch, ForwardOutput, Int32Array
 from libs.engine.step.device_rows import DeviceRows, FeatureArray
 from libs.engine.step.load_progress import LoadProgress
+from libs.engine.step.page_parts import PageParts
 from libs.engine.step.step_model import SequenceRows, StepResult
 from libs.engine.step.stop_flag import StepAborted, StopFlag
 from libs.engine.step.types import DeviceBytes, EngineInfo, FloatArray
@@ -62,7 +63,7 @@ class TorchModel:
         """
         self._features_on_device = features_on_device
         self._runner = runner
-        self._device = runner.cache.pages.device
+        self._device = runner.device
         self._mask_thread = MaskThread()
         shape = runner.cache.shape
         self.info = EngineInfo(
@@ -91,6 +92,10 @@ class TorchModel:
     @property
     def memory_address(self) -> int:
         return self._runner.cache.address
+
+    @property
+    def page_parts(self) -> PageParts | None:
+        return self._runner.page_parts
 
     @property
     def kernels(self) -> Kernels:

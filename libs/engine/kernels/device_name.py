@@ -8,6 +8,12 @@ CPU = "cpu"
 _CUDA = re.compile(r"cuda(?::(\d{1,3}))?")
 
 
+def rank_device(name: str, rank: int) -> str:
+    """The device of one rank of a group: the CPU, or as many CUDA devices behind the one with `name`."""
+    first = cuda_index(name)
+    return name if first is None else f"cuda:{first + rank}"
+
+
 def cuda_index(name: str) -> int | None:
     """The number of a CUDA device; None for the CPU. Raises ValueError for another name."""
     if name == CPU:

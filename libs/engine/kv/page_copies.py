@@ -3,21 +3,27 @@
 On a device a copy to the host runs on a stream of these copies alone. It waits for the copies within the
 cache that came before it, and not for the steps that were launched since. The steps that wrote the page have
 ended: the engine names its block to others only then.
+
+Where several processes have parts of the pages, each copy is theirs, and pages pass through the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from libs.engine.step.page_parts import PageParts
 from libs.engine.step.types import DeviceBytes
 
 
 class PageCopies:
     """`memory`: as Engine.memory. Only the engine's thread calls `copy`; any thread reads."""
 
-    def __init__(self, memory: memoryview | DeviceBytes, page_bytes: int) -> None:
+    def __init__(
+        self, memory: memoryview | DeviceBytes, page_bytes: int, parts: PageParts | None = None
+    ) -> None:
+        self._parts = parts
         self._memory: Any = memory  # slices of either are assigned alike
         self._page_bytes = page_bytes
         self._cuda: Any = None  # torch.cuda
@@ -32,6 +38,9 @@ class PageCopies:
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy the first page of each pair to the second."""
+        if self._parts is not None:
+            self._parts.copy(pairs)
+            return
         for source, target in pairs:
             self._memory[self._span(target)] = self._memory[self._span(source)]
         if self._copied is not None:
@@ -39,11 +48,18 @@ class PageCopies:
 
     def read(self, page: int) -> memoryview:
         """The bytes of one page: a view of host memory, or a copy of device memory."""
+        if self._parts is not None:
+            self._parts.collect([page])
         content = self._memory[self._span(page)]
         if isinstance(content, memoryview):
             return content
         with self._behind_copies():
             return memoryview(content.cpu().numpy())
+
+    def take(self, pages: Sequence[int]) -> None:
+        """Let steps read pages that peers wrote to the memory; only the engine's thread calls it."""
+        if self._parts is not None:
+            self._parts.take(pages)
 
     def _behind_copies(self) -> AbstractContextManager[Any]:
         if self._stream is None:

@@ -98,6 +98,8 @@ class ModelRunner:
     ) -> None:
         self.config = config
         self.cache = cache
+        self.device = cache.pages.device
+        self.page_parts = None
         self.kernels = kernels  # "native", "torch" or "triton"
         self.feature_width = feature_width  # hidden size of the features, 0 without a head
         self.weights_digest = weights_digest  # hex; equal for equal checkpoints

@@ -1,4 +1,4 @@
-"""The process of a rank other than 0: loads its part, then runs the batches of the command stream.
+"""The process of a rank other than 0: loads its part, then runs the command stream.
 
 Its argument is the form of its log lines. Its standard input brings one line of options and then stays open.
 When it closes, rank 0 has ended, and so does this process, in whatever call it waits.
@@ -14,7 +14,7 @@ import threading
 
 from libs.common.runtime.malloc import STEP_HEAP_BYTES, keep_freed_memory
 from libs.common.telemetry.logs import configure_logging
-from libs.engine.parallel.commands import receive_step
+from libs.engine.parallel.commands import PageCommand, receive
 from libs.engine.parallel.links import GroupLinks
 from libs.engine.parallel.rank_model import RankModel, RankOptions
 from libs.engine.parallel.shared_pages import SharedPageMemory
@@ -39,12 +39,15 @@ def main() -> int:
 
 
 def follow(options: RankOptions) -> None:
-    """Load, then run the batches of rank 0 until its stream ends."""
+    """Load, then run the commands of rank 0 until its stream ends."""
     memory = SharedPageMemory(options.cache.n_pages * options.cache.page_bytes, options.pages)
-    links = GroupLinks(options.place, f"/proc/self/fd/{options.store}", device=options.runner.device)
+    links = GroupLinks(options.place, f"/proc/self/fd/{options.store}", device=options.device)
     model = RankModel.load(options, links, memory)
-    while (batch := receive_step(links)) is not None:
-        model.run(batch)
+    while (command := receive(links)) is not None:
+        if isinstance(command, PageCommand):
+            model.move_pages(command)
+        else:
+            model.run(command)
 
 
 def _end_with_input() -> None:

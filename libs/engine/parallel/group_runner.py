@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from libs.common.runtime.memory_limit import memory_limit_bytes
+from libs.engine.kernels.device import open_device
+from libs.engine.kernels.device_name import rank_device
 from libs.engine.kernels.interface import Kernels
+from libs.engine.kv.cache import CacheShape
 from libs.engine.model.checkpoint import Checkpoint, weights_digest
 from libs.engine.model.feature_head import FeatureHead, load_feature_head
 from libs.engine.model.inventory import check_inventory
@@ -19,16 +23,19 @@ from libs.engine.model.runner import RunnerOptions, cache_shape, check_memory, c
 from libs.engine.model_spec.config import ModelConfig, load_config
 from libs.engine.model_spec.plan import plan_batch
 from libs.engine.model_spec.rope import Rope
-from libs.engine.parallel.commands import send_end, send_step
+from libs.engine.parallel.commands import PageCommand, PageMove, send_end, send_pages, send_step
 from libs.engine.parallel.follower_processes import FollowerProcesses
-from libs.engine.parallel.limits import check_group
+from libs.engine.parallel.limits import check_group, has_separate_pages
 from libs.engine.parallel.links import GroupLinks
 from libs.engine.parallel.rank_model import RankModel, RankOptions
 from libs.engine.parallel.shared_pages import SharedPageMemory
 from libs.engine.parallel.sizes import ParallelSizes, check_sizes
 from libs.engine.parallel.stage_loader import choose_stages
 from libs.engine.step.batch import Batch, ForwardOutput
+from libs.engine.step.page_parts import PageParts
 from libs.engine.step.stop_flag import StepAborted, StopFlag
+from libs.engine.step.turn_lock import TurnLock
+from slipstream.errors import FailedPrecondition
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +55,19 @@ def end_process(reason: str) -> None:
 
 
 class GroupRunner:
-    """A loaded model over several processes. Not thread-safe: one thread drives it."""
+    """A loaded model over several processes. One thread drives it; any thread may call `collect`.
+
+    It is the `PageParts` of its engine where each rank has a separate memory.
+    """
 
     def __init__(
         self, model: RankModel, links: GroupLinks, followers: FollowerProcesses, digest: str
     ) -> None:
         self.config = model.config
-        self.cache = model.cache
+        # All pages as peers see them, in the layout of one process.
+        self.cache = model.pages.host
+        self.device = model.pages.device
+        self.page_parts: PageParts | None = self if model.pages.is_separate else None
         self.kernels = model.options.runner.kernels
         self.weights_digest = digest
         self.feature_width = 0
@@ -63,6 +76,8 @@ class GroupRunner:
         self._links = links
         self.followers = followers
         self._rope = Rope(model.config)
+        self._turn = TurnLock()
+        self._broken = ""  # the error after which the ranks no longer agree
 
     @classmethod
     def load(
@@ -72,8 +87,11 @@ class GroupRunner:
         sizes: ParallelSizes,
         *,
         on_death: Callable[[str], None] = end_process,
+        separate_pages: bool | None = None,
     ) -> GroupRunner:
         """Start the other ranks and load all parts. Raises CheckpointError or InvalidArgument.
+
+        `separate_pages`: whether each rank has a memory of its part of the KV; None: those on devices have.
 
         A thread calls `on_death` with the reason when another rank ends before `close`, also during the load.
         """
@@ -83,10 +101,14 @@ class GroupRunner:
         head = (
             load_feature_head(options.head_dir, config, choose_kernels(options)) if options.head_dir else None
         )
+        open_device(rank_device(options.device, sizes.n_ranks - 1))
+        if separate_pages is None:
+            separate_pages = has_separate_pages(options.device)
         memory, rank = _shared_options(model_dir, config, options, sizes, head)
+        rank = replace(rank, separate_pages=separate_pages)
         followers = FollowerProcesses(rank, on_death)
         try:
-            links = GroupLinks(rank.place, f"/proc/self/fd/{rank.store}", device=options.device)
+            links = GroupLinks(rank.place, f"/proc/self/fd/{rank.store}", device=rank.device)
             model = RankModel.load(rank, links, memory, options.progress)
             runner = cls(model, links, followers, weights_digest(model_dir))
         except BaseException:
@@ -115,16 +137,46 @@ class GroupRunner:
             raise StepAborted
         wants_features = batch.want_features and self._feature_head is not None
         batch = replace(batch, want_features=wants_features)
-        try:
+        with self._command("a step"):
             send_step(self._links, batch)
             output = self._model.run(batch)
-        except Exception as error:
-            raise GroupBroken(f"a step failed at rank 0 of {self._model.options.sizes}: {error}") from error
         assert output.logits is not None
         if not wants_features or self._feature_head is None:
             return ForwardOutput(output.logits, None, output.scores)
         features = self._feature_head.fuse(output.captured, self._model.kernels)
         return ForwardOutput(output.logits, features, output.scores)
+
+    def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """See `PageParts`."""
+        self._move(PageMove.COPY, [page for pair in pairs for page in pair])
+
+    def collect(self, pages: Sequence[int]) -> None:
+        """See `PageParts`."""
+        self._move(PageMove.COLLECT, list(pages))
+
+    def take(self, pages: Sequence[int]) -> None:
+        """See `PageParts`."""
+        self._move(PageMove.TAKE, list(pages))
+
+    def _move(self, move: PageMove, pages: list[int]) -> None:
+        if not pages:
+            return
+        command = PageCommand(move, pages)
+        with self._command(f"a {move.name.lower()} of pages"):
+            send_pages(self._links, command)
+            self._model.move_pages(command)
+
+    @contextlib.contextmanager
+    def _command(self, what: str) -> Iterator[None]:
+        """One command at a time. After an error at this rank there is no further one."""
+        with self._turn:
+            if self._broken:
+                raise GroupBroken(self._broken)
+            try:
+                yield
+            except Exception as error:
+                self._broken = f"{what} failed at rank 0 of {self._model.options.sizes}: {error}"
+                raise GroupBroken(self._broken) from error
 
     def close(self) -> None:
         """End the other ranks in order. A process that just ends takes them with it."""
@@ -134,6 +186,18 @@ class GroupRunner:
         self.followers.wait()
         self._links.close()
         os.close(self._model.options.store)
+
+
+def _check_memory(weight_bytes: int, shape: CacheShape, options: RunnerOptions) -> None:
+    """Ranks on devices each check their part once it is loaded; the host has one place for each page."""
+    if not has_separate_pages(options.device):
+        return check_memory(weight_bytes, shape, options)
+    host_bytes, limit_bytes = shape.n_pages * shape.page_bytes, memory_limit_bytes()
+    if host_bytes > limit_bytes:
+        raise FailedPrecondition(
+            f"pages of {host_bytes / 1e9:.3f} GB on devices pass through as much of the host's memory, which "
+            f"has {limit_bytes / 1e9:.3f} GB (--kv-memory-bytes)"
+        )
 
 
 def _shared_options(
@@ -146,7 +210,7 @@ def _shared_options(
     """The shared pages, and the options of rank 0 with the descriptors of them and of an empty store."""
     shape = cache_shape(config, options)
     with Checkpoint(model_dir, options.progress) as checkpoint:
-        check_memory(check_inventory(checkpoint, config), shape, options)
+        _check_memory(check_inventory(checkpoint, config), shape, options)
         stages = choose_stages(checkpoint, config, sizes)
     log.info("cut by %s; layers of the stages: %s", sizes, [f"{s.start}-{s.stop - 1}" for s in stages])
     threads = max(1, choose_threads(options) // sizes.n_ranks)

@@ -8,7 +8,13 @@ from slipstream.errors import InvalidArgument
 
 
 def group_refusals(
-    sizes: ParallelSizes, *, device: str, kernels: str, block_tokens: int, n_machines: int = 1
+    sizes: ParallelSizes,
+    *,
+    device: str,
+    kernels: str,
+    block_tokens: int,
+    decode_steps: str = "plain",
+    n_machines: int = 1,
 ) -> list[InvalidArgument]:
     """Why a worker with these options does not start, the first reason first; empty: it does.
 
@@ -18,9 +24,14 @@ def group_refusals(
         return []
     found = []
     is_cuda = cuda_index(device) is not None
-    if is_cuda:
-        reason = f"a model cut over processes runs on the cpu, not on {device}"
-        found.append(InvalidArgument("device", reason))
+    if has_separate_pages(device) and sizes.dp > 1:
+        reason = f"dp={sizes.dp} moves sequences between ranks, whose KV pages are separate on {device}"
+        found.append(InvalidArgument("parallel", reason))
+    if is_cuda and decode_steps != "plain":
+        reason = (
+            f"{decode_steps!r} captures steps of one process, not of the {sizes.n_ranks} ranks of {sizes}"
+        )
+        found.append(InvalidArgument("decode_steps", reason))
     if n_machines > 1:
         found.append(InvalidArgument("parallel", f"ranks run on one machine, not on {n_machines}"))
     try:
@@ -30,7 +41,16 @@ def group_refusals(
     return found
 
 
-def check_group(sizes: ParallelSizes, *, device: str, kernels: str, block_tokens: int) -> None:
+def check_group(
+    sizes: ParallelSizes, *, device: str, kernels: str, block_tokens: int, decode_steps: str = "plain"
+) -> None:
     """Raise the first of `group_refusals`."""
-    for refusal in group_refusals(sizes, device=device, kernels=kernels, block_tokens=block_tokens):
+    for refusal in group_refusals(
+        sizes, device=device, kernels=kernels, block_tokens=block_tokens, decode_steps=decode_steps
+    ):
         raise refusal
+
+
+def has_separate_pages(device: str) -> bool:
+    """Whether each rank of a group has a memory of its part of the KV pages: those on devices."""
+    return cuda_index(device) is not None

@@ -60,6 +60,10 @@ class GroupLinks:
         """Rank 0's `values` of the host, in place, at all ranks."""
         dist.broadcast(values, 0, group=self._commands)
 
+    def wait_for_all(self) -> None:
+        """Return when every rank has called this."""
+        dist.barrier(group=self._commands)
+
     def sum_in_stage(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of the stage's parts, bit for bit the same at all of its ranks and for any number of rows.
 

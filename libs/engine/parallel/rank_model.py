@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from libs.engine.kernels.device import free_device_bytes
+from libs.engine.kernels.device_name import rank_device
 from libs.engine.kernels.interface import Kernels, ShareKernels
 from libs.engine.kv.cache import CacheShape, PagedLatentCache
 from libs.engine.model.checkpoint import Checkpoint
@@ -18,8 +20,10 @@ from libs.engine.model_spec.config import ModelConfig, load_config
 from libs.engine.model_spec.kv_share import KvShare
 from libs.engine.model_spec.plan import plan_batch
 from libs.engine.model_spec.rope import Rope
+from libs.engine.parallel.commands import PageCommand, PageMove
 from libs.engine.parallel.cut import vocabulary_slice
 from libs.engine.parallel.links import GroupLinks
+from libs.engine.parallel.rank_pages import RankPages, part_shape
 from libs.engine.parallel.shared_pages import SharedPageMemory
 from libs.engine.parallel.sizes import ParallelSizes, RankPlace, even_slice
 from libs.engine.parallel.split import count_micro_batches, split_rows, split_sequences, take_rows
@@ -29,6 +33,7 @@ from libs.engine.sampling.prompt_scoring import score_prompts
 from libs.engine.step.batch import Batch
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.prompt_scores import PromptScores
+from slipstream.errors import FailedPrecondition
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,8 @@ class RankOptions:
     """The inputs by which a rank loads its part; equal at all ranks, but for `rank`.
 
     `runner` has no directory of a head or of packed weights, and no progress. `store` and `pages` are
-    descriptors of files in memory: where ranks find each other, and the KV pages.
+    descriptors of files in memory: where ranks find each other, and the KV pages. `separate_pages`: each rank
+    has a memory of its layers and slots, and the file only carries pages to others and from them.
     """
 
     model_dir: str
@@ -48,6 +54,16 @@ class RankOptions:
     runner: RunnerOptions
     store: int
     pages: int
+    separate_pages: bool = False
+
+    @property
+    def device(self) -> str:
+        return rank_device(self.runner.device, self.rank)
+
+    @property
+    def share(self) -> KvShare:
+        """The slots of each page that the rank has."""
+        return KvShare(self.place.kv_part, self.sizes.kv)
 
     @property
     def place(self) -> RankPlace:
@@ -89,11 +105,11 @@ class RankModel:
         kernels: Kernels,
         weights: StageWeights,
         links: GroupLinks,
-        cache: PagedLatentCache,
+        pages: RankPages,
     ) -> None:
         self.options = options
         self.config = config
-        self.cache = cache
+        self.pages = pages
         self._place = options.place
         self.kernels = kernels
         self._weights = weights
@@ -108,6 +124,7 @@ class RankModel:
             config=config,
             local=replace(config, n_heads=config.n_heads // options.sizes.tp),
             indices=options.layers,
+            first_cached=pages.first_layer,
             layers=weights.layers,
             kernels=kernels,
             latent_norm_eps=config.rms_norm_eps if eps is None else eps,
@@ -127,7 +144,7 @@ class RankModel:
         """Load the rank's part. Raises CheckpointError or InvalidArgument, naming the defect."""
         model_dir = Path(options.model_dir)
         config = load_config(model_dir)
-        kernels = choose_kernels(options.runner)
+        kernels = choose_kernels(replace(options.runner, device=options.device))
         with Checkpoint(model_dir, progress) as checkpoint:
             loader = StageLoader(
                 checkpoint, config, kernels, options.runner.weight_dtype, place=options.place
@@ -135,7 +152,13 @@ class RankModel:
             weights = loader.load_stage(options.layers)
         if options.runner.kernels == "native":
             torch.set_num_threads(1)
-        return cls(options, config, kernels, weights, links, PagedLatentCache(options.cache, host=memory))
+        separate_on = None
+        if options.separate_pages:
+            _check_room(options)
+            separate_on = options.device
+        host = PagedLatentCache(options.cache, host=memory)
+        pages = RankPages(host, options.layers, options.share, separate_on=separate_on)
+        return cls(options, config, kernels, weights, links, pages)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> RankOutput:
@@ -154,6 +177,18 @@ class RankModel:
         )
         logits = self._logits(x[place(torch.from_numpy(batch.logit_rows).long())])
         return RankOutput(logits, features, scores)
+
+    def move_pages(self, command: PageCommand) -> None:
+        """Copy pages of separate memories; returns when all ranks have done their part."""
+        pages = command.pages
+        if command.move == PageMove.COPY:
+            self.pages.copy(pages)
+            return  # later commands of each rank see the copies
+        if command.move == PageMove.TAKE:
+            self.pages.take(pages)
+        elif self._place.head_part == 0:  # ranks of other heads have the same latents
+            self.pages.collect(pages)
+        self._links.wait_for_all()
 
     def _run_part(
         self, batch: Batch, captured: Sequence[int]
@@ -181,9 +216,10 @@ class RankModel:
     def _plan(self, batch: Batch) -> StagePlan:
         rows = split_sequences(batch, self.options.sizes.dp)[self._place.data_part]
         own = take_rows(batch, rows)
-        share = KvShare(self._place.kv_part, self.options.sizes.kv)
-        plan = None if own is None else plan_batch(own, self.config, self._rope, self.cache, share)
-        return StagePlan(rows, plan)
+        if own is None:
+            return StagePlan(rows, None)
+        plan = plan_batch(own, self.config, self._rope, self.pages.host, self.pages.share)
+        return StagePlan(rows, self.pages.plan(plan))
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Each rank of the stage has the rows of a slice of the vocabulary."""
@@ -202,6 +238,22 @@ class RankModel:
         normed = self.kernels.rms_norm(x, self._weights.norm, self.config.rms_norm_eps)  # type: ignore[arg-type]
         part = self.kernels.linear(normed, self._weights.head)
         return self._links.gather_columns(part, [span.stop - span.start for span in spans])
+
+
+def _check_room(options: RankOptions) -> None:
+    """Refuse pages for which the device has no room beside the weights that are there now."""
+    free_bytes, limit_bytes = free_device_bytes(options.device), options.runner.memory_bytes
+    if free_bytes is None:
+        return
+    if limit_bytes is not None:
+        free_bytes = min(free_bytes, limit_bytes - torch.cuda.memory_allocated(options.device))
+    shape = part_shape(options.cache, options.layers, options.share)
+    n_bytes = shape.n_pages * shape.page_bytes
+    if n_bytes > free_bytes:
+        raise FailedPrecondition(
+            f"{options.device}, rank {options.rank}: a KV cache of {n_bytes / 1e9:.3f} GB does not fit in "
+            f"{free_bytes / 1e9:.3f} GB beside the weights (--kv-memory-bytes, --memory-bytes)"
+        )
 
 
 def _output_columns(place: RankPlace, config: ModelConfig) -> slice:

@@ -30,6 +30,8 @@ class StageStack:
     Each rank has the whole residual stream of its stage. Ranks of different sequences add nothing to the rows
     of others, so that one sum joins the heads and the sequences.
 
+    `first_cached` is the layer whose latents are first in the plan's cache.
+
     `split` is the kernels where KV is split by position, else None. Ranks of different positions have equal
     heads, and merge their attention before the output projection, of which each has `output_columns`.
     """
@@ -37,6 +39,7 @@ class StageStack:
     config: ModelConfig
     local: ModelConfig
     indices: range
+    first_cached: int
     layers: tuple[Layer, ...]
     kernels: Kernels
     latent_norm_eps: float
@@ -74,6 +77,7 @@ class StageStack:
 
     def _mixed(self, x: torch.Tensor, weights: Attention, index: int, plan: BatchPlan) -> torch.Tensor:
         """The attention over whole contexts, in the columns that the rank's output projection takes."""
+        index -= self.first_cached
         q = store_and_query(x, weights, index, plan, self.kernels, self.local, self.latent_norm_eps)
         if self.split is None:
             return self.kernels.attend(q, weights.kv_b, index, plan, self.local)

@@ -17,6 +17,7 @@ from libs.common.block_hash import TokenArray
 from libs.engine.step.batch import Batch, Int32Array
 from libs.engine.step.constraint import TokenConstraint
 from libs.engine.step.device_rows import FeatureArray
+from libs.engine.step.page_parts import PageParts
 from libs.engine.step.prompt_scores import PromptScores
 from libs.engine.step.stop_flag import StopFlag
 from libs.engine.step.types import DeviceBytes, EngineInfo, SamplingParams, TokenLogprobs
@@ -80,6 +81,11 @@ class StepModel(Protocol):
 
     @property
     def memory_address(self) -> int: ...
+
+    @property
+    def page_parts(self) -> PageParts | None:
+        """None: steps write the pages in `memory`."""
+        ...
 
     def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         """Write the KV of all rows and sample. An error changes no sequence. Nothing of it runs afterwards.

@@ -24,6 +24,7 @@ from libs.common.block_hash import TokenArray
 from libs.common.transport.tensor_memory import Tensor
 from libs.engine.step.constraint import TokenConstraint
 from libs.engine.step.device_rows import FeatureArray
+from libs.engine.step.page_parts import PageParts
 from libs.engine.step.prompt_scores import PromptScores
 from slipstream.errors import SlipstreamError
 from slipstream.sampling import SamplingParams as SamplingParams
@@ -216,9 +217,14 @@ class Engine(Protocol):
         """Address of `memory`'s first byte."""
         ...
 
+    @property
+    def page_parts(self) -> PageParts | None:
+        """None: `memory` has each page as steps wrote it. Else only its `collect` brings the page there."""
+        ...
+
     def read_page(self, page: int) -> memoryview:
         """The bytes of a page whose blocks outputs have named: a view of the host's memory, or a copy of a
-        device's. Waits for no step that was launched since.
+        device's. Waits for no step that was launched since, but with `page_parts` for the one that runs.
         """
         ...
 
@@ -232,6 +238,8 @@ class Engine(Protocol):
 
     def fill(self, seq_id: str, n_tokens: int) -> None:
         """Record that the reserved pages have verified KV of positions [cached_tokens, n_tokens).
+
+        With `page_parts` it takes these pages from `memory`.
 
         Allowed only between reserve and start; n_tokens never falls. Raises NotFound, FailedPrecondition.
         """

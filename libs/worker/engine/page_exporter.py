@@ -88,7 +88,8 @@ class PageExporter:
             pages = pages[: max(0, room)]
             slots = [heapq.heappop(self._free) for _ in pages]
         self.n_exported += len(pages)
-        if self._memory.is_on_host and len(pages) * self.page_bytes <= _INLINE_BYTES:
+        is_at_once = self._memory.is_on_host and self._memory.is_complete
+        if is_at_once and len(pages) * self.page_bytes <= _INLINE_BYTES:
             return self._copied(pages, slots)
         copying = asyncio.get_running_loop().run_in_executor(None, self._copied, pages, slots)
         try:
@@ -110,6 +111,7 @@ class PageExporter:
             self._waiting.discard(changed)
 
     def _copied(self, pages: Sequence[int], slots: Sequence[int | None]) -> list[ExportedPage]:
+        self._memory.collect(pages)
         return [self._copy(page, slot) for page, slot in zip(pages, slots, strict=True)]
 
     def _copy(self, page: int, slot: int | None) -> ExportedPage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 from libs.common.checksum import UNKEYED, KvChecksum
 from libs.engine.step.types import Engine
@@ -17,12 +18,26 @@ class PageMemory:
         self.address = engine.memory_address
         self.n_pages = engine.info.n_pages
         self._engine = engine
+        self._parts = engine.page_parts
         self._checksum = checksum
 
     @property
     def is_on_host(self) -> bool:
         """Whether the processor reads the pages in place."""
         return isinstance(self.memory, memoryview)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether `memory` has each page without `collect`."""
+        return self._parts is None
+
+    def collect(self, pages: Sequence[int]) -> None:
+        """Bring pages that no step writes to `memory`, where parts of them are elsewhere.
+
+        Before this the memory has only what peers wrote there. It may wait for a step.
+        """
+        if self._parts is not None:
+            self._parts.collect(pages)
 
     def address_of(self, page: int) -> int:
         """Address of the page's first byte."""

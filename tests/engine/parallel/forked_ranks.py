@@ -8,13 +8,11 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from libs.common.transport.registered_memory import page_rounded
 from libs.engine.model.runner import RunnerOptions
 from libs.engine.parallel import follower, follower_processes
 from libs.engine.parallel.group_runner import GroupRunner
@@ -30,8 +28,8 @@ class ForkedRank:
 
     stdin = None
 
-    def __init__(self, options: RankOptions, *, shares_pages: bool = True) -> None:
-        arguments = (options.to_json(), os.getpid(), shares_pages)
+    def __init__(self, options: RankOptions) -> None:
+        arguments = (options.to_json(), os.getpid())
         self._process = _CONTEXT.Process(target=_follow, args=arguments, daemon=True)
         self._process.start()
 
@@ -50,12 +48,9 @@ class ForkedRank:
         self._process.kill()
 
 
-def _follow(options_json: str, rank_0: int, shares_pages: bool) -> None:
+def _follow(options_json: str, rank_0: int) -> None:
     options = RankOptions.from_json(options_json)
     store, pages = (os.open(f"/proc/{rank_0}/fd/{n}", os.O_RDWR) for n in (options.store, options.pages))
-    if not shares_pages:
-        pages = os.memfd_create("pages-of-one-rank")
-        os.ftruncate(pages, page_rounded(options.cache.n_pages * options.cache.page_bytes))
     torch.set_num_threads(1)
     follower.follow(replace(options, store=store, pages=pages))
     os._exit(0)
@@ -72,13 +67,15 @@ def forked_group(
     sizes: str,
     on_death: Callable[[str], None] = _no_death,
     *,
-    shares_pages: bool = True,
+    separate_pages: bool = False,
 ) -> Iterator[GroupRunner]:
-    """A loaded group, closed at the end. Without `shares_pages` each rank has other memory for KV, as devices
+    """A loaded group, closed at the end. With `separate_pages` each rank has other memory for KV, as devices
     have.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(follower_processes, "_start", partial(ForkedRank, shares_pages=shares_pages))
-        runner = GroupRunner.load(model_dir, options, parse_sizes(sizes), on_death=on_death)
+        patch.setattr(follower_processes, "_start", ForkedRank)
+        runner = GroupRunner.load(
+            model_dir, options, parse_sizes(sizes), on_death=on_death, separate_pages=separate_pages
+        )
     yield runner
     runner.close()

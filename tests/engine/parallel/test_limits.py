@@ -23,7 +23,8 @@ def test_a_group_starts_exactly_where_no_refusal_is_listed(
 ) -> None:
     found = group_refusals(sizes, device=device, kernels=kernels, block_tokens=64)
     has_device, splits = device != "cpu", sizes.kv > 1
-    is_refused = sizes.n_ranks > 1 and (has_device or sizes.kv == 3 or (splits and kernels == "triton"))
+    has_triton = has_device or kernels == "triton"
+    is_refused = sizes.n_ranks > 1 and (sizes.kv == 3 or (splits and has_triton))
     assert bool(found) == is_refused
     if not found:
         check_group(sizes, device=device, kernels=kernels, block_tokens=64)
@@ -31,20 +32,31 @@ def test_a_group_starts_exactly_where_no_refusal_is_listed(
     with pytest.raises(InvalidArgument) as refused:
         check_group(sizes, device=device, kernels=kernels, block_tokens=64)
     assert str(refused.value) == str(found[0])
-    assert [each.field for each in found][:1] == ["device" if has_device else "parallel"]
+    assert [each.field for each in found][:1] == ["parallel"]
 
 
-def test_a_split_on_a_device_has_both_reasons_and_machines_are_a_third() -> None:
+def test_each_reason_of_a_group_on_devices_is_named() -> None:
     found = group_refusals(
-        ParallelSizes(tp=2, kv=4), device="cuda", kernels="native", block_tokens=64, n_machines=2
+        ParallelSizes(dp=2, kv=4),
+        device="cuda",
+        kernels="native",
+        block_tokens=64,
+        decode_steps="graphs",
+        n_machines=2,
     )
-    assert [each.field for each in found] == ["device", "parallel", "parallel"]
-    assert "on one machine, not on 2" in found[1].reason and "triton kernels" in found[2].reason
+    assert [each.field for each in found] == ["parallel", "decode_steps", "parallel", "parallel"]
+    reasons = [each.reason for each in found]
+    assert "dp=2" in reasons[0] and "'graphs'" in reasons[1]
+    assert "on one machine, not on 2" in reasons[2] and "triton kernels" in reasons[3]
+    whole = ParallelSizes(tp=2, pp=2, ep=2)
+    assert not group_refusals(whole, device="cuda", kernels="native", block_tokens=64)
+    split = ParallelSizes(dp=2)
+    assert not group_refusals(split, device="cpu", kernels="native", block_tokens=64, decode_steps="ahead")
     one = group_refusals(ParallelSizes(), device="cuda", kernels="native", block_tokens=64)
     assert not one
 
 
-@pytest.mark.parametrize("sizes", [ParallelSizes(tp=2), ParallelSizes(kv=2), ParallelSizes(dp=2, ep=2)])
+@pytest.mark.parametrize("sizes", [ParallelSizes(kv=2), ParallelSizes(dp=2, ep=2)])
 def test_an_engine_refuses_by_the_same_rule_before_it_loads(tmp_path: Path, sizes: ParallelSizes) -> None:
     write_random_checkpoint(tmp_path, RandomCheckpoint())
     listed = group_refusals(sizes, device="cuda", kernels="triton", block_tokens=64)

@@ -51,7 +51,9 @@ def pages() -> PageMemory:
     memory = PageAlignedMemory(N_PAGES * PAGE_BYTES)
     memory.view(0, memory.n_bytes)[:] = bytes(at // PAGE_BYTES + at % 7 for at in range(memory.n_bytes))
     info = SimpleNamespace(page_bytes=PAGE_BYTES, n_pages=N_PAGES)
-    engine: Any = SimpleNamespace(info=info, memory=memory.buffer, memory_address=memory.address)
+    engine: Any = SimpleNamespace(
+        info=info, memory=memory.buffer, memory_address=memory.address, page_parts=None
+    )
     return PageMemory(engine, KEYED)
 
 

@@ -38,7 +38,9 @@ class DeviceTensorStub:
 def engine_of(cache: PagedLatentCache, memory: Any) -> Any:
     info = SimpleNamespace(page_bytes=cache.page_bytes, n_pages=cache.shape.n_pages)
     read_page = PageCopies(memory, cache.page_bytes).read
-    return SimpleNamespace(info=info, memory=memory, memory_address=cache.address, read_page=read_page)
+    return SimpleNamespace(
+        info=info, memory=memory, memory_address=cache.address, read_page=read_page, page_parts=None
+    )
 
 
 @pytest.fixture
