@@ -99,3 +99,17 @@ def test_the_death_of_a_rank_is_named_and_ends_the_next_step(model_dir: Path, cu
         assert reasons == [f"rank 1 of {sizes} was killed by signal 9: the worker ends with it"]
         with pytest.raises(GroupBroken):
             generate(engine, [make_spec("after", [1, 2, 3])])
+
+
+@pytest.mark.parametrize("cut", ["tp=2", "pp=2"])
+def test_the_death_of_a_rank_ends_copies_of_pages(model_dir: Path, cut: str) -> None:
+    died = threading.Event()
+    with forked_group(model_dir, OPTIONS, cut, lambda _: died.set(), separate_pages=True) as runner:
+        engine = engine_of(runner)
+        assert generate(engine, [make_spec("before", [1, 2, 3])])["before"]
+        runner.followers.processes[0].kill()
+        assert died.wait(60)
+        with pytest.raises(GroupBroken, match="a collect of pages failed at rank 0"):
+            engine.read_page(0)
+        with pytest.raises(GroupBroken, match="a collect of pages failed at rank 0"):
+            generate(engine, [make_spec("after", [1, 2, 3])])

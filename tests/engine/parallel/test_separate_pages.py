@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 
 from libs.engine.core.engine import PagedEngine
 from libs.engine.model.runner import ModelRunner, RunnerOptions
-from libs.engine.parallel.group_runner import GroupBroken, GroupRunner
+from libs.engine.parallel.group_runner import GroupRunner
 from tests.engine.parallel.forked_ranks import forked_group
 from tests.engine.parallel.test_group import BATCHES, BLOCK_TOKENS, TOLERANCE, engine_of, make_batch
 from tests.engine.random_head import write_random_head
@@ -144,21 +143,6 @@ def test_pages_are_collected_beside_steps(one: ModelRunner, group: GroupRunner) 
     for output in found:
         torch.testing.assert_close(output.logits, expected[1].logits, rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(group.cache.pages[:12], one.cache.pages[:12], rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("cut", ["tp=2", "pp=2"])
-def test_the_death_of_a_rank_ends_copies_of_pages(model_dir: Path, cut: str) -> None:
-    died = threading.Event()
-    options = options_of(model_dir)
-    with forked_group(model_dir, options, cut, lambda _: died.set(), separate_pages=True) as runner:
-        engine = engine_of(runner)
-        assert generate(engine, [make_spec("before", [1, 2, 3])])["before"]
-        runner.followers.processes[0].kill()
-        assert died.wait(60)
-        with pytest.raises(GroupBroken, match="a collect of pages failed at rank 0"):
-            engine.read_page(0)
-        with pytest.raises(GroupBroken, match="a collect of pages failed at rank 0"):
-            generate(engine, [make_spec("after", [1, 2, 3])])
 
 
 def prefilled(engine: PagedEngine, prompt: list[int]) -> tuple[list[bytes], int]:
