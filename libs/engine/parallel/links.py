@@ -6,6 +6,7 @@ device. Every rank makes the same calls in the same order.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -43,7 +44,7 @@ class GroupLinks:
         places = [RankPlace(rank, sizes) for rank in range(sizes.n_ranks)]
         self._stage = self._join([place.stage_members() for place in places])
         self._kv = self._join([place.kv_members() for place in places]) if sizes.kv > 1 else None
-        self._commands = dist.new_group(backend="gloo", timeout=_IDLE_LIMIT)
+        self._commands: Any = dist.new_group(backend="gloo", timeout=_IDLE_LIMIT)
         dist.barrier(group=self._commands)  # no rank reads the store after this
         self._sends: list[tuple[Any, torch.Tensor]] = []
 
@@ -113,4 +114,9 @@ class GroupLinks:
         self._sends.clear()
 
     def close(self) -> None:
+        """End all groups. On return nothing reads the store's file."""
         dist.destroy_process_group()
+        # The end of a FileStore reads its file again. Its path may name another file by then.
+        self._stage = self._kv = self._commands = None
+        self._sends.clear()
+        gc.collect()
