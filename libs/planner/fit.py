@@ -124,9 +124,15 @@ class Fit:
         return Staging().n_bytes(self.kv_bytes)
 
     @property
+    def host_pages_bytes(self) -> int:
+        """Host memory through which pages of several cards pass: the ranks of a group have parts of each."""
+        return self.kv_bytes if self.cut.group_cards > 1 else 0
+
+    @property
     def host_bytes(self) -> int:
-        """Host memory of a worker's processes and their staged copies, without page cache."""
-        return self.cut.group_cards * PROCESS_OVERHEAD_BYTES + self.staged_bytes
+        """Host memory of a worker's processes, pages and staged copies, without page cache."""
+        processes = self.cut.group_cards * PROCESS_OVERHEAD_BYTES
+        return processes + self.host_pages_bytes + self.staged_bytes
 
 
 def fit_cut(model: ModelShape, cut: Cut, card: Card, *, overhead_bytes: int) -> Fit:

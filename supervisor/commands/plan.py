@@ -281,7 +281,7 @@ def _conclusion(plan: Plan, kv_bytes: int | None, decode_steps: str) -> str:
         lines.append(f"This version refuses these flags: {reasons}")
         lines.append(_best_that_runs(plan))
     host = plan.chosen.fit.host_bytes / GIB
-    lines.append(f"Its processes and staged copies take {host:.1f} GiB of the host, beside page cache")
+    lines.append(f"Its processes, pages and staged copies take {host:.1f} GiB of the host, beside page cache")
     resources = ", ".join(f"{name} {amount}" for name, amount in plan.pod_resources().items())
     lines.append(f"Resources of its pod, page cache for one copy of the weights included: {resources}")
     return "\n".join(lines)

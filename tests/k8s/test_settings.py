@@ -148,7 +148,9 @@ def test_libpq_finds_the_authority_of_an_external_database() -> None:
 @pytest.mark.parametrize(("name", "cards"), [("kimi-k2.5-8xh100", "8xh100-80"), ("16xh200-pd", "8xh200")])
 def test_the_groups_of_kimi_are_cut_as_the_planner_says(name: str, cards: str) -> None:
     plan = make_plan(kimi(), *parse_cards(cards))
-    cut, wanted = plan.chosen.fit.cut, plan.worker_arguments()
+    best = plan.runnable
+    assert best is not None
+    cut, wanted = best.fit.cut, plan.worker_arguments(best)
     tiers = {pod.tier: pod for pod in services_of(render(f"overlays/{name}"))}
     for tier in ("prefill", "decode"):
         stated = tiers[tier].arguments()
@@ -157,23 +159,24 @@ def test_the_groups_of_kimi_are_cut_as_the_planner_says(name: str, cards: str) -
         assert int(stated["memory-bytes"]) * cut.n_cards > kimi().weights_bytes
         resources = tiers[tier].main["resources"]
         for kind in ("requests", "limits"):  # of the host
-            stated_resources = {key: resources[kind][key] for key in plan.pod_resources()}
-            assert stated_resources == plan.pod_resources(), (tier, kind)
+            stated_resources = {key: resources[kind][key] for key in plan.pod_resources(best)}
+            assert stated_resources == plan.pod_resources(best), (tier, kind)
         assert memory_bytes(resources["limits"]["memory"]) < int(stated["memory-bytes"]) * cut.n_cards
 
 
 def test_the_resources_of_a_pod_are_processes_copies_and_one_checkpoint() -> None:
     plan = make_plan(kimi(), *parse_cards("8xh100"))
-    copies = memory_bytes(plan.pod_resources()["hugepages-2Mi"])
-    assert copies == Staging().n_bytes(plan.chosen.fit.kv_bytes) == 4 * GIB
-    wanted = kimi().weights_bytes + 8 * PROCESS_OVERHEAD_BYTES + copies
+    copies, kv_bytes = memory_bytes(plan.pod_resources()["hugepages-2Mi"]), plan.chosen.fit.kv_bytes
+    assert copies == Staging().n_bytes(kv_bytes) == 4 * GIB
+    wanted = kimi().weights_bytes + 8 * PROCESS_OVERHEAD_BYTES + kv_bytes + copies
     assert 0 <= memory_bytes(plan.pod_resources()["memory"]) - wanted < GIB
 
 
 def test_the_readme_states_memory_and_kv_of_the_plan() -> None:
     readme = (K8S / "README.md").read_text(encoding="utf-8")
     plans = {cards: make_plan(kimi(), *parse_cards(cards)) for cards in ("8xh100", "8xh200")}
-    fits = {cards: plan.chosen.fit for cards, plan in plans.items()}
+    bests = {cards: plan.runnable for cards, plan in plans.items()}
+    fits = {cards: best.fit for cards, best in bests.items() if best is not None}
     seen = {cards: 8 * parse_cards(cards)[1].visible_bytes / GIB for cards in fits}
     kv = {cards: fit.kv_bytes / GIB for cards, fit in fits.items()}
     copies = {cards: 8 // kv_shares(kimi(), fit.cut) for cards, fit in fits.items()}
@@ -184,12 +187,12 @@ def test_the_readme_states_memory_and_kv_of_the_plan() -> None:
         f"{copies['8xh200']} times, {kv['8xh200']:.0f} GiB."
     )
     assert wanted in readme
-    for plan in plans.values():
-        resources = {name: amount.removesuffix("Gi") for name, amount in plan.pod_resources().items()}
+    for cards, plan in plans.items():
+        best = bests[cards]
+        resources = {name: amount.removesuffix("Gi") for name, amount in plan.pod_resources(best).items()}
         assert f"| {resources['memory']} GiB, and {resources['hugepages-2Mi']} GiB of huge pages |" in readme
-        host = plan.chosen.fit.host_bytes / GIB
-        assert f"The {resources['memory']} GiB of a pod are of the host: {host:g} GiB for processes" in readme
-        assert plan.worker_arguments()["parallel"] in readme
+        assert f"{fits[cards].host_bytes / GIB:.0f} GiB for processes, pages and staged copies" in readme
+        assert plan.worker_arguments(best)["parallel"] in readme
 
 
 @pytest.mark.parametrize("name", RENDERS)

@@ -62,7 +62,7 @@ def test_json_agrees_with_the_plan() -> None:
 
 def test_what_the_engine_refuses_stands_beside_the_flags() -> None:
     refusals = make_plan(kimi(), *parse_cards("8xh100-80")).worker_refusals()
-    assert refusals[0].field == "device" and "runs on the cpu" in refusals[0].reason
+    assert refusals[0].field == "parallel" and "split KV" in refusals[0].reason
     output = run().replace("\n", " ")
     assert all(f"--{each.field}: {each.reason}" in output for each in refusals)
     listed = json.loads(run("--json"))["worker_refusals"]
