@@ -36,7 +36,8 @@ def open_device(name: str) -> torch.device:
 
 
 def free_device_bytes(name: str, n_ranks: int = 1) -> int | None:
-    """Memory that is free on the fullest CUDA device of a group; None for the CPU. Raises as `open_device`."""
+    """Memory that is free on the fullest CUDA device of a group; None for the CPU. Raises as `open_device`
+    does."""
     if cuda_index(name) is None:
         return None
     devices = [open_device(rank_device(name, rank)) for rank in range(n_ranks)]
