@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 
 # Short enough to remove a dead worker soon, long enough for etcd to elect a new leader.
 LEASE_TTL_S = 10
+# The least time between two snapshots. One costs as much as the fleet is large, and its readers compare it; a
+# change costs little, so that many changes a second must not each bring a snapshot.
+SNAPSHOT_INTERVAL_S = 0.1
 _LEAVE_TIMEOUT_S = 1.0
 _SHOWN_CHARS = 256
 
@@ -122,14 +125,19 @@ class EtcdDiscovery:
             last: FleetSnapshot | None = None
             pending = asyncio.ensure_future(anext(updates))
             try:
+                due_s = self._clock()
                 while True:
                     expiry_s = state.next_expiry_s()
                     left_s = None if expiry_s is None else max(0.0, expiry_s - self._clock())
-                    # `wait_for` would cancel, and so end, the watch at its timeout.
-                    await asyncio.wait({pending}, timeout=left_s)
-                    if pending.done():
-                        _apply(state, pending.result(), warnings, now_s=self._clock())
-                        pending = asyncio.ensure_future(anext(updates))
+                    while True:
+                        # `wait_for` would cancel, and so end, the watch at its timeout.
+                        await asyncio.wait({pending}, timeout=left_s)
+                        if pending.done():
+                            _apply(state, pending.result(), warnings, now_s=self._clock())
+                            pending = asyncio.ensure_future(anext(updates))
+                        if (left_s := due_s - self._clock()) <= 0:
+                            break
+                    due_s = self._clock() + SNAPSHOT_INTERVAL_S
                     state.expire(now_s=self._clock())
                     if (snapshot := state.snapshot()) != last:
                         last = snapshot

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.cluster import worker_record
-from libs.common.cluster.discovery import Discovery, EtcdDiscovery, Fleet, InMemoryDiscovery
+from libs.common.cluster.discovery import (
+    SNAPSHOT_INTERVAL_S,
+    Discovery,
+    EtcdDiscovery,
+    Fleet,
+    InMemoryDiscovery,
+)
 from libs.common.cluster.worker_record import (
     FleetSnapshot,
     FleetState,
@@ -277,6 +284,44 @@ async def test_hostile_worker_records_do_not_end_the_watch(etcd: EtcdProcess) ->
         member.announce(decode(0))
         await fleet.wait_until(lambda f: f.workers == (decode(0),), timeout_s=60)
     await client.close()
+
+
+@pytest.mark.parametrize("n_keys", [1, 200])
+async def test_a_flood_of_records_brings_few_snapshots(etcd: EtcdProcess, n_keys: int) -> None:
+    """A snapshot of the fleet per change would cost the loop more than the changes that come meanwhile."""
+    client = EtcdClient([etcd.endpoint])
+    seen: list[FleetSnapshot] = []
+    before_flood, n_puts = asyncio.Event(), 0
+
+    async def flood(writer: int) -> None:
+        nonlocal n_puts
+        for _ in range(100):
+            n_puts += 1
+            worker = decode(100 + n_puts % n_keys, start=n_puts)
+            await client.put(worker.key, encode_worker(worker))
+            if writer == 0:
+                before_flood.set()
+
+    async with etcd_member(etcd.endpoint, ttl_s=60) as member:
+        started_s = time.monotonic()
+        async with Fleet(member) as fleet:
+            await fleet.wait_snapshot()
+            collector = asyncio.create_task(collect(fleet, seen))
+            writers = [asyncio.create_task(flood(writer)) for writer in range(20)]
+            await before_flood.wait()
+            member.announce(decode(0))
+            await member.wait_announced(timeout_s=WAIT_S)
+            n_before = len(seen)
+            await fleet.wait_until(lambda f: decode(0) in f.workers, timeout_s=WAIT_S)
+            n_until_seen = len(seen) - n_before
+            await asyncio.gather(*writers)
+            await fleet.wait_until(lambda f: len(f.workers) == 1 + n_keys, timeout_s=WAIT_S)
+            elapsed_s = time.monotonic() - started_s
+            collector.cancel()
+    await client.close()
+    assert n_puts == 2000
+    assert n_until_seen <= 5
+    assert 1 <= len(seen) <= elapsed_s / SNAPSHOT_INTERVAL_S + 2
 
 
 async def put_raw(endpoint: str, key: bytes, value: bytes) -> None:
