@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import numpy as np
 
+from libs.common.cluster.stream_figures import keep_plausible_delta
 from libs.common.rpc.multiplexed_client import MultiplexedClient, batches
 from libs.common.telemetry.tracing import trace_metadata
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender
@@ -99,6 +100,9 @@ class DecodeClient(MultiplexedClient[RemoteSequence, _Command]):
             sequence = self.receivers.get(delta.handle)
             if sequence is None:
                 continue
+            keep_plausible_delta(delta, prompt_tokens=sequence.prompt_tokens)
+            if sequence.finished:  # a second end adds nothing to the first one's statistics
+                delta.ClearField("stats")
             if delta.HasField("failure") and self._send_whole(sequence, delta.failure):
                 continue
             sequence.feed(delta)

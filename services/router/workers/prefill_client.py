@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import grpc
 
+from libs.common.cluster.stream_figures import keep_plausible_event
 from libs.common.rpc.multiplexed_client import MultiplexedClient, batches
 from libs.common.telemetry.tracing import trace_metadata
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender, SentPrompt
@@ -129,6 +130,7 @@ class PrefillClient(MultiplexedClient[RemotePrefill, _Command]):
             if event.HasField("failure"):
                 self._on_failure(prefill, from_failure(event.failure))
                 continue
+            keep_plausible_event(event, prompt_tokens=len(prefill.sent.prompt))
             if event.HasField("first_token"):
                 del self.receivers[event.handle]  # its last event: nothing is left to be cancelled
             prefill.feed(event)

@@ -72,6 +72,7 @@ class RemoteSequence:
     ) -> None:
         # What may have to be sent again; None once the sequence runs, failed or was aborted.
         self.resendable: SentPrompt[decode_pb2.StartSequence] | None = sent
+        self.prompt_tokens = len(sent.prompt)
         self.handle = sent.request.handle  # names the sequence on its stream
         self.tenant = sent.request.salt  # see PendingDelivery
         self.running = False  # its KV is committed on the worker

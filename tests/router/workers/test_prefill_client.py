@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import copy
+import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from libs.common.block_hash import as_tokens, chain_hashes
+from libs.common.cluster.stream_figures import MAX_TIME_MS
 from libs.common.rpc.prefill_server import PrefillServer
 from libs.common.rpc.serve import ServiceHost
 from services.router.workers import prefill_client as prefill_stream
@@ -127,6 +129,19 @@ async def test_events_are_pushed_while_their_frame_is_read_and_none_after_a_clos
         assert await first.first_token() == 6
         stream.dispatch(prefill_pb2.PrefillResponse(events=[_first(one.handle, 7)]))
         assert first.events.empty()  # its first token was its last event
+
+
+async def test_a_false_worker_caches_no_more_than_the_prompt_and_needs_a_finite_time() -> None:
+    async with connected() as (worker, stream):
+        worker.gate.clear()
+        prefill, reader = start(stream, "r")
+        event = _first(prefill.handle, 5)
+        event.first_token.queue_ms, event.first_token.compute_ms = math.nan, math.inf
+        event.first_token.cached.add(tokens=(1 << 32) - 1)
+        stream.dispatch(prefill_pb2.PrefillResponse(events=[event]))
+        seen = (await reader.next()).first_token
+        assert (seen.queue_ms, seen.compute_ms) == (0, MAX_TIME_MS)
+        assert [item.tokens for item in seen.cached] == [len(prefill.sent.prompt)]
 
 
 async def test_what_a_first_token_breaks_is_its_own_requests_alone() -> None:
