@@ -49,6 +49,7 @@ from supervisor.pool import POOL_MASTER, plan_masters, pool_ports_needed, with_m
 from supervisor.ports import free_ports
 from supervisor.process import SupervisedProcess, service_environment
 from supervisor.scrape_targets import watch_routers
+from supervisor.start_problems import StartProblems
 
 _SERVICE_ROLES = frozenset(Role)
 _ETCD_WAVE = -2
@@ -83,6 +84,7 @@ class ClusterSupervisor:
         self._processes: dict[str, SupervisedProcess] = {}
         self._lock: run_directory.RunDirLock | None = None
         self._logs: ProcessLogs | None = None
+        self._problems = StartProblems(say)
         self._launcher = launcher
         self._own_launcher: ProcessLauncher | None = None
         self._reports: set[asyncio.Task[None]] = set()
@@ -162,7 +164,7 @@ class ClusterSupervisor:
         run_directory.forget_drained(self._config.run_dir)
         self._logs = ProcessLogs(
             self._config.run_dir / "logs",
-            on_problem=self.say,
+            on_problem=self._problems,
             is_json=self._config.log_format == "json",
             max_bytes=self._config.log_max_bytes,
             n_files=self._config.log_files,
@@ -186,6 +188,7 @@ class ClusterSupervisor:
         self._following = asyncio.create_task(self._follow_routers(), name="routers")
         await _all_ready([process for process in self._processes.values() if not process.plan.awaited])
         self.ready_s = time.monotonic() - self._started_s
+        self._problems.started()
         self.state_changed()
 
     async def _follow_routers(self) -> None:

@@ -62,6 +62,11 @@ class ProcessLogs:
         """The last lines a process wrote."""
         return "\n".join(self._tails.get(instance, ()))
 
+    def ends_with_problem(self, instance: str) -> bool:
+        """Whether the last line of a process reports an error, which `on_problem` got."""
+        tail = self._tails.get(instance)
+        return bool(tail) and bool(_PROBLEM.search(tail[-1].encode()))
+
     async def copy(self, instance: str, stream: asyncio.StreamReader) -> None:
         """Write what comes from `stream` until its end."""
         rest = b""

@@ -249,6 +249,8 @@ class SupervisedProcess:
 
     def _last_words(self) -> str:
         path = self._logs.path(self.plan.instance)
+        if self._logs.ends_with_problem(self.plan.instance):  # which was said
+            return f"see {path}"
         return f"the last lines of {path}:\n{self._logs.tail(self.plan.instance) or '(nothing was written)'}"
 
 

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 from collections.abc import Iterable
@@ -29,6 +30,7 @@ class RunDirLock:
 
     def __init__(self, run_dir: Path) -> None:
         """Raises `FailedPrecondition` when another supervisor has it, or nothing can be written there."""
+        self._run_dir, self._is_made_here = run_dir, not run_dir.exists()
         try:
             run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # logs and KV are there
             self._file: IO[str] = (run_dir / LOCK_FILE).open("w")
@@ -44,7 +46,11 @@ class RunDirLock:
             ) from None
 
     def close(self) -> None:
-        """Release the directory."""
+        """Release the directory. One that was made for this lock goes with it where nothing else is there."""
+        with contextlib.suppress(OSError):
+            if self._is_made_here and [path.name for path in self._run_dir.iterdir()] == [LOCK_FILE]:
+                (self._run_dir / LOCK_FILE).unlink()
+                self._run_dir.rmdir()
         self._file.close()
 
 

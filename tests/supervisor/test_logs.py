@@ -54,6 +54,10 @@ async def test_errors_go_to_the_terminal_and_the_rest_does_not(tmp_path: Path) -
         b"2026-01-01T00:00:00.000Z ERROR decode/a-0 libs.x: it broke\n"
         b'{"level":"warn","msg":"slow"}\n{"level":"fatal","msg":"no disk"}\n',
     )
+    assert book.ends_with_problem("a-0")
+    await copy(book, "a-0", b"and why\n")
+    assert not book.ends_with_problem("a-0")
+    assert not book.ends_with_problem("never-wrote")
     book.close()
     assert problems == [
         "a-0 | 2026-01-01T00:00:00.000Z ERROR decode/a-0 libs.x: it broke",

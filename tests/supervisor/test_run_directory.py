@@ -15,8 +15,23 @@ from supervisor.scrape_targets import scrape_targets
 
 def test_a_new_run_directory_is_open_to_its_owner_only(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    RunDirLock(run_dir).close()
+    lock = RunDirLock(run_dir)
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    lock.close()
+
+
+def test_a_refused_start_leaves_no_empty_run_directory(tmp_path: Path) -> None:
+    made, used = tmp_path / "made", tmp_path / "used"
+    RunDirLock(made).close()
+    assert not made.exists()
+    used.mkdir()
+    RunDirLock(used).close()
+    assert used.is_dir(), "it was there before"
+    lock = RunDirLock(made)
+    (made / "logs").mkdir()
+    lock.close()
+    RunDirLock(made).close()
+    assert (made / "logs").is_dir()
 
 
 def process(name: str, state: str, admin_http: str | None) -> ProcessRecord:
