@@ -33,7 +33,7 @@ from bench.command_line import bench_parser
 from bench.engine.measure import EngineSubject, Shape, Subject, measure
 from bench.engine.peer_process import PeerFailed, PeerProcess
 from libs.engine.core.build import EngineOptions, build_engine
-from libs.engine.model_spec.config import load_config
+from libs.engine.model_spec.config import load_config, read_config_json
 from slipstream.errors import SlipstreamError
 from tests.support.random_checkpoint import BENCH_CONFIG, RandomCheckpoint, write_random_checkpoint
 
@@ -172,6 +172,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     subjects: list[Subject] = []
     try:
+        for flag, path in (("--model", model_dir), ("--peer-model", arguments.peer_model)):
+            if path is not None:
+                read_config_json(path, flag)
         subjects = build_subjects(model_dir, shape, arguments)
         with torch.inference_mode():
             model_dirs = filter(None, (model_dir, arguments.peer_model))

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream import BatchAnswer, BatchFile, Client, SubmittedBatch
+from slipstream import BatchAnswer, BatchFile, Client, SlipstreamError, SubmittedBatch
 
 QUESTIONS = {"return": "Can I return a lamp?", "greeting": "Hello!"}
 
@@ -45,4 +45,7 @@ def main(endpoint: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000")
+    try:
+        main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000")
+    except SlipstreamError as error:
+        sys.exit(f"{sys.argv[0]}: {error.message}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from slipstream import Client
+from slipstream import Client, SlipstreamError
 
 RULES = "Returns are possible within 30 days. The warranty lasts 12 months. The store is in Lisbon. " * 5
 
@@ -25,4 +25,7 @@ def main(endpoint: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000")
+    try:
+        main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000")
+    except SlipstreamError as error:
+        sys.exit(f"{sys.argv[0]}: {error.message}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from slipstream import AsyncClient, Overloaded
+from slipstream import AsyncClient, Overloaded, SlipstreamError
 
 
 async def main(endpoint: str) -> None:
@@ -25,4 +25,7 @@ async def main(endpoint: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000"))
+    try:
+        asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000"))
+    except SlipstreamError as error:
+        sys.exit(f"{sys.argv[0]}: {error.message}")

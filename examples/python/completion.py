@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import uuid
 
-from slipstream import Aborted, Client, PromptTokens, ServedModel
+from slipstream import Aborted, Client, PromptTokens, ServedModel, SlipstreamError
 
 TEXT = "The warranty of a lamp lasts"
 
@@ -38,4 +38,7 @@ def main(endpoint: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000")
+    try:
+        main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000")
+    except SlipstreamError as error:
+        sys.exit(f"{sys.argv[0]}: {error.message}")

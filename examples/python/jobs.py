@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from slipstream import Client, FinishedJob, JobOptions, SubmittedJob
+from slipstream import Client, FinishedJob, JobOptions, SlipstreamError, SubmittedJob
 
 QUESTIONS = ("Where is my order 482135?", "Hello!", "Can I return a lamp?")
 
@@ -30,4 +30,7 @@ def main(endpoint: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000")
+    try:
+        main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000")
+    except SlipstreamError as error:
+        sys.exit(f"{sys.argv[0]}: {error.message}")

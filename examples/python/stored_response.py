@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from slipstream import Client, NotFound, SavedResponse
+from slipstream import Client, NotFound, SavedResponse, SlipstreamError
 
 
 def main(endpoint: str) -> None:
@@ -36,4 +36,7 @@ def main(endpoint: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000")
+    try:
+        main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000")
+    except SlipstreamError as error:
+        sys.exit(f"{sys.argv[0]}: {error.message}")

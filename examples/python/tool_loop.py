@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
-from slipstream import Client, ToolError
+from slipstream import Client, SlipstreamError, ToolError
 
 ORDERS = {"482135": {"status": "shipped", "eta": "2026-12-04", "carrier": "DHL"}}
 
@@ -34,4 +34,7 @@ def main(endpoint: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000")
+    try:
+        main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000")
+    except SlipstreamError as error:
+        sys.exit(f"{sys.argv[0]}: {error.message}")

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from slipstream import AnswerMismatch, Client
+from slipstream import AnswerMismatch, Client, SlipstreamError
 
 
 @dataclass
@@ -32,4 +32,7 @@ def main(endpoint: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000")
+    try:
+        main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000")
+    except SlipstreamError as error:
+        sys.exit(f"{sys.argv[0]}: {error.message}")

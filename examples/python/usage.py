@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from slipstream import Client, QuotaExceeded, RateLimited, UsageRecord
+from slipstream import Client, QuotaExceeded, RateLimited, SlipstreamError, UsageRecord
 
 
 def main(endpoint: str, api_key: str | None) -> None:
@@ -28,7 +28,10 @@ def main(endpoint: str, api_key: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000",
-        Path(sys.argv[2]).read_text().strip() if len(sys.argv) > 2 else None,
-    )
+    try:
+        main(
+            sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:7000",
+            Path(sys.argv[2]).read_text().strip() if len(sys.argv) > 2 else None,
+        )
+    except SlipstreamError as error:
+        sys.exit(f"{sys.argv[0]}: {error.message}")

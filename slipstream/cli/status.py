@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -44,8 +44,8 @@ async def show_endpoints(endpoints: Sequence[str], *, as_json: bool, dial: OpenC
         print(json.dumps({"workers": rows}, indent=2))
     else:
         print_table(_table(endpoints, [row["status"] for row in rows]))
-        print_troubles({row["endpoint"]: row["error"] for row in rows})
-    check_all_answered([row["endpoint"] for row in rows if row["status"] is None])
+    if troubles := list(trouble_lines({row["endpoint"]: row["error"] for row in rows})):
+        raise Unavailable(f"no answer from {'; '.join(troubles)}")
 
 
 def answer_fields(answer: worker_pb2.GetStatusResponse | SlipstreamError) -> dict[str, Any]:
@@ -57,9 +57,15 @@ def answer_fields(answer: worker_pb2.GetStatusResponse | SlipstreamError) -> dic
 
 def print_troubles(troubles: Mapping[str, str | None]) -> None:
     """One line for each reason of the processes without an answer."""
+    for line in trouble_lines(troubles):
+        print(line)
+
+
+def trouble_lines(troubles: Mapping[str, str | None]) -> Iterator[str]:
+    """The processes of each reason, and the reason."""
     for trouble in dict.fromkeys(filter(None, troubles.values())):
         names = ", ".join(name for name, text in troubles.items() if text == trouble)
-        print(harmless_line(f"{names}: {trouble}"))
+        yield harmless_line(f"{names}: {trouble}")
 
 
 def check_all_answered(silent: Sequence[str]) -> None:

@@ -70,3 +70,11 @@ def test_arguments_that_make_no_sense(capsys: pytest.CaptureFixture[str]) -> Non
     assert "no list of batch sizes" in capsys.readouterr().err
     with pytest.raises(SystemExit, match=r"^bench.engine: .*cannot read nowhere/config.json"):
         bench_engine.main(["--model", "nowhere"])
+
+
+@pytest.mark.parametrize("flag", ["--model", "--peer-model"])
+def test_a_wrong_directory_is_named_by_its_flag(tmp_path: Path, flag: str) -> None:
+    write_random_checkpoint(tmp_path / "model", RandomCheckpoint())
+    directories = {"--model": tmp_path / "model", "--peer-model": tmp_path / "model", flag: tmp_path / "none"}
+    with pytest.raises(SystemExit, match=rf"^bench\.engine: {flag}: cannot read {tmp_path}/none/config.json"):
+        bench_engine.main([text for pair in directories.items() for text in map(str, pair)])

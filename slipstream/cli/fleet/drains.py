@@ -25,8 +25,8 @@ _CALL_S = 10.0
 
 async def drain(client: FleetClient, name: str, *, timeout_s: float) -> None:
     """Let the process take no new work; returns when it holds nothing. Raises DeadlineExceeded."""
-    process = await client.find(name)
     began_s = time.monotonic()
+    process = await client.find(name)
     await drain_process(client, process, timeout_s=timeout_s)
     print(
         f"drained {process.instance} in {time.monotonic() - began_s:.1f} s; "
