@@ -134,6 +134,7 @@ class PrefixIndex:
         max_tenant_bytes: int = service_bounds.MAX_TENANT_PREFIX_INDEX_BYTES,
     ) -> None:
         self._forest = RadixForest(max_bytes=max_bytes, max_tenant_bytes=max_tenant_bytes)
+        self.event_pauses = 0  # of the streams that feed the index
         self._holders: dict[str, _Holder] = {}
 
     @property
@@ -162,6 +163,7 @@ class PrefixIndex:
             "slipstream_prefix_index_bytes": float(self.n_bytes),
             "slipstream_prefix_index_blocks": float(self.blocks),
             "slipstream_prefix_index_evicted_blocks_total": float(self.evicted_blocks),
+            "slipstream_block_event_pauses_total": float(self.event_pauses),
         }
 
     def unique_blocks(self, holder: str) -> int:

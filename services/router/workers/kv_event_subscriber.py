@@ -69,6 +69,7 @@ class KvEventSubscriber:
                     backoff.succeeded()
                     now_s = self._clock()
                     if (pause_s := pace.spent(now_s - began_s, now_s=now_s)) > 0:
+                        self._index.event_pauses += 1
                         self._warn_of_pace()
                         await asyncio.sleep(pause_s)
             except grpc.aio.AioRpcError as error:

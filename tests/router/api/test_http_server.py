@@ -358,6 +358,7 @@ async def test_metrics_are_the_routers_own(
         "prefix_index_bytes",
         "prefix_index_blocks",
         "prefix_index_evicted_blocks_total",
+        "block_event_pauses_total",
         "token_cache_bytes",
     ):
         assert f"\nslipstream_{gauge} " in text

@@ -60,10 +60,13 @@ async def test_a_flood_waits_at_its_worker(caplog: Any) -> None:
         index = PrefixIndex()
         feed = KvEventSubscriber(link, index)
         await eventually(lambda: "sends block events that take over" in caplog.text)
+        pauses = index.gauges()["slipstream_block_event_pauses_total"]
+        assert pauses >= 1
         before, began_s = index.view(link.key).sequence, asyncio.get_running_loop().time()
         await asyncio.sleep(1)
         passed_s = asyncio.get_running_loop().time() - began_s
         assert 0 < index.view(link.key).sequence - before <= 1 + passed_s * BLOCK_EVENTS_SHARE / 200e-6
+        assert index.gauges()["slipstream_block_event_pauses_total"] > pauses
         feed.stop()
         await feed.wait_stopped()
     await host.stop(grace_s=0)

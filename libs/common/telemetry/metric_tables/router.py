@@ -81,6 +81,10 @@ ROUTER_METRICS: tuple[Metric, ...] = (
     gauge("prefix_index_bytes", "Memory of the prefix index."),
     gauge("prefix_index_blocks", "Different blocks in the prefix index."),
     counter("prefix_index_evicted_blocks_total", "Blocks evicted from the prefix index for room."),
+    counter(
+        "block_event_pauses_total",
+        "Times a worker's block events waited because they took more than their share of the router's time.",
+    ),
     gauge("token_cache_bytes", "Memory of the token cache of conversations."),
     counter("session_writes_total", "Placements of sessions written to etcd."),
     counter("session_conflicts_total", "Placements dropped: another router wrote first."),
