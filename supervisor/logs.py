@@ -65,7 +65,7 @@ class ProcessLogs:
     def ends_with_problem(self, instance: str) -> bool:
         """Whether the last line of a process reports an error, which `on_problem` got."""
         tail = self._tails.get(instance)
-        return bool(tail) and bool(_PROBLEM.search(tail[-1].encode()))
+        return tail is not None and len(tail) > 0 and bool(_PROBLEM.search(tail[-1].encode()))
 
     async def copy(self, instance: str, stream: asyncio.StreamReader) -> None:
         """Write what comes from `stream` until its end."""

@@ -33,7 +33,8 @@ from bench.command_line import bench_parser
 from bench.engine.measure import EngineSubject, Shape, Subject, measure
 from bench.engine.peer_process import PeerFailed, PeerProcess
 from libs.engine.core.build import EngineOptions, build_engine
-from libs.engine.model_spec.config import load_config, read_config_json
+from libs.engine.model_spec.config import load_config
+from libs.engine.model_spec.config_json import read_config_json
 from slipstream.errors import SlipstreamError
 from tests.support.random_checkpoint import BENCH_CONFIG, RandomCheckpoint, write_random_checkpoint
 

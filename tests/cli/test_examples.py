@@ -1,4 +1,4 @@
-"""The examples of the SDK say in one line why they cannot run. tests/e2e/requests/test_readme.py runs them."""
+"""The examples of the SDK say in one line why they cannot run. Elsewhere they run on a cluster."""
 
 from __future__ import annotations
 

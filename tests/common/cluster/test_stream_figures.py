@@ -60,7 +60,9 @@ def test_the_figures_of_a_decode_worker_add_up(
     stats: decode_pb2.SequenceStats, cached: Any, restore_ms: float, prompt_tokens: int
 ) -> None:
     start = decode_pb2.PromptStart(cached=cached, restore_ms=restore_ms)
-    delta = decode_pb2.SequenceDelta(finish_reason=1, stats=stats, prompt_start=start)
+    delta = decode_pb2.SequenceDelta(
+        finish_reason=common_pb2.FINISH_REASON_STOP, stats=stats, prompt_start=start
+    )
     keep_plausible_delta(delta, prompt_tokens=prompt_tokens)
     start, stats = delta.prompt_start, delta.stats
     assert_within(prompt_tokens, start.cached, start.restore_ms)
@@ -72,10 +74,13 @@ def test_the_figures_of_a_decode_worker_add_up(
 
 
 def test_honest_figures_stay_and_statistics_come_with_the_end_alone() -> None:
-    cached = [common_pb2.CachedTokens(tier=tier, tokens=64) for tier in (1, 2)]
+    cached = [
+        common_pb2.CachedTokens(tier=tier, tokens=64)
+        for tier in (common_pb2.CACHE_TIER_DRAM, common_pb2.CACHE_TIER_NVME)
+    ]
     counts = dict.fromkeys(COUNTS, 40) | {"accepted_drafts": 30}
     stats = decode_pb2.SequenceStats(**counts, kv_bytes_pulled=1 << 30, transfer_ms=4.5, cached=cached)
-    delta = decode_pb2.SequenceDelta(finish_reason=1, stats=stats)
+    delta = decode_pb2.SequenceDelta(finish_reason=common_pb2.FINISH_REASON_STOP, stats=stats)
     keep_plausible_delta(delta, prompt_tokens=128)
     assert delta.stats == stats
     first = prefill_pb2.FirstToken(token_id=7, cached=cached, queue_ms=1.5, compute_ms=20)

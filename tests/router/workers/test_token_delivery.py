@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from typing import Any
 
 import numpy as np
@@ -177,22 +176,6 @@ async def test_an_end_waits_for_no_round() -> None:
     arrival = await reader.next()
     assert (arrival.tokens, arrival.ended) == ([1, 2], True)
     await other.next()
-    await stream.close()
-
-
-async def test_a_false_worker_ends_a_sequence_with_plausible_statistics_once() -> None:
-    stream = _stream()
-    sequence, reader = _start(stream, 0, ticket=b"t")
-    last = decode_pb2.SequenceDelta(handle=sequence.handle, finish_reason=common_pb2.FINISH_REASON_LENGTH)
-    last.stats.drafted_steps = last.stats.proposed_drafts = last.stats.accepted_drafts = (1 << 32) - 1
-    last.stats.transfer_ms = math.nan
-    last.stats.cached.add(tokens=(1 << 32) - 1)
-    sequence.pause()
-    stream.dispatch(decode_pb2.DecodeResponse(deltas=[last, last]))
-    sequence.resume()
-    stats = (await reader.next()).rest.stats
-    assert (stats.accepted_drafts, stats.transfer_ms) == (0, 0)  # drafts without a step
-    assert [item.tokens for item in stats.cached] == [sequence.prompt_tokens]
     await stream.close()
 
 
