@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from libs.engine.parallel.split import MICRO_BATCH_ROWS
 from libs.planner.cards import GIB, Card
-from libs.planner.cuts import enumerate_cuts, reference_cuts
+from libs.planner.cuts import Cut, enumerate_cuts, reference_cuts
 from libs.planner.fit import CARD_OVERHEAD_BYTES, Fit, fit_cut
 from libs.planner.model_shape import ModelShape
 from libs.planner.runnable import DEVICE, cut_refusals
@@ -70,7 +70,7 @@ class Plan:
     def runnable(self) -> Candidate | None:
         """The best cut whose workers this version starts; None: no such cut serves a request."""
         serving = (each for each in self.candidates if each.capacity is not None)
-        return next((each for each in serving if not cut_refusals(each.fit.cut)), None)
+        return next((each for each in serving if not self.refusals(each.fit.cut)), None)
 
     @property
     def decode_steps_bytes(self) -> int:
@@ -108,7 +108,11 @@ class Plan:
 
     def worker_refusals(self) -> list[InvalidArgument]:
         """Why the engine does not start a worker with these flags; empty: it does."""
-        return cut_refusals(self.chosen.fit.cut)
+        return self.refusals(self.chosen.fit.cut)
+
+    def refusals(self, cut: Cut) -> list[InvalidArgument]:
+        """Why this version starts no decode worker of a cut with the plan's steps; empty: it does."""
+        return cut_refusals(cut, decode_steps="plain" if self.decode_steps is None else "graphs")
 
 
 def make_plan(

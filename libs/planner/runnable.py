@@ -10,7 +10,7 @@ from slipstream.errors import InvalidArgument
 DEVICE = "cuda"  # of a plan's workers
 
 
-def cut_refusals(cut: Cut) -> list[InvalidArgument]:
+def cut_refusals(cut: Cut, *, decode_steps: str = "plain") -> list[InvalidArgument]:
     """Why no worker of this cut starts on cards, the first reason first; empty: it starts.
 
     The rule is the engine's. A cut that exchanges queries has no form of `--parallel`.
@@ -22,5 +22,6 @@ def cut_refusals(cut: Cut) -> list[InvalidArgument]:
         device=DEVICE,
         kernels="triton",
         block_tokens=PAGE_TOKENS,
+        decode_steps=decode_steps,
         n_machines=worker_nodes(cut),
     )

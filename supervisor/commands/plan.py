@@ -17,7 +17,6 @@ from libs.planner.cuts import Cut
 from libs.planner.fit import IN_BF16, Fit
 from libs.planner.plan import Candidate, Plan, make_plan
 from libs.planner.read_shape import read_shape
-from libs.planner.runnable import cut_refusals
 from libs.planner.step_room import DecodeStepRoom
 from libs.planner.times import EFFICIENCY
 from libs.planner.traffic import Traffic
@@ -96,14 +95,14 @@ def plan_document(plan: Plan, kv_bytes: int | None, decode_steps: str = "plain")
             "output_tokens": plan.traffic.output_tokens,
             "rate_per_s": plan.traffic.rate_per_s,
         },
-        "cuts": [_cut_document(candidate) for candidate in plan.candidates],
-        "cuts_of_other_engines": [_cut_document(Candidate(fit, None)) for fit in plan.references],
+        "cuts": [_cut_document(plan, candidate) for candidate in plan.candidates],
+        "cuts_of_other_engines": [_cut_document(plan, Candidate(fit, None)) for fit in plan.references],
         "chosen": plan.chosen.fit.cut.name,
         "reason": plan.reason,
         "worker_arguments": plan.worker_arguments(),
         "decode_worker_arguments": decode_arguments(plan, decode_steps),
         "pod_resources": plan.pod_resources(),
-        "worker_refusals": _refusals(plan.chosen.fit.cut),
+        "worker_refusals": _refusals(plan, plan.chosen.fit.cut),
         "runnable": _runnable_document(plan),
         "kv_gib_tokens": None if kv_bytes is None else kv_bytes // model.kv_token_bytes,
     }
@@ -116,12 +115,12 @@ def decode_arguments(plan: Plan, decode_steps: str) -> dict[str, str]:
     return {"decode-steps": decode_steps, "max-batch": str(plan.decode_steps.max_batch)}
 
 
-def _cut_document(candidate: Candidate) -> dict[str, Any]:
+def _cut_document(plan: Plan, candidate: Candidate) -> dict[str, Any]:
     fit, capacity = candidate.fit, candidate.capacity
     document: dict[str, Any] = {
         "cut": fit.cut.name,
         "replicas": fit.cut.replicas,
-        "refusals": _refusals(fit.cut),
+        "refusals": _refusals(plan, fit.cut),
         "stage_layers": [len(stage.layers) for stage in fit.stages],
         "card_weights_bytes": fit.card_weights_bytes,
         "card_free_bytes": fit.card_free_bytes,
@@ -143,9 +142,9 @@ def _cut_document(candidate: Candidate) -> dict[str, Any]:
     return document
 
 
-def _refusals(cut: Cut) -> list[dict[str, str]]:
+def _refusals(plan: Plan, cut: Cut) -> list[dict[str, str]]:
     """Why this version starts no worker of a cut; empty: it starts one."""
-    return [{"flag": f"--{each.field}", "reason": each.reason} for each in cut_refusals(cut)]
+    return [{"flag": f"--{each.field}", "reason": each.reason} for each in plan.refusals(cut)]
 
 
 def _runnable_document(plan: Plan) -> dict[str, Any] | None:
@@ -204,7 +203,7 @@ def _table(plan: Plan) -> Table:
         table.add_column(heading, justify="left" if index < 4 else "right", no_wrap=True)
     for index, candidate in enumerate(shown_cuts(plan)):
         fit, capacity = candidate.fit, candidate.capacity
-        row = ["*" if index == 0 and capacity else "", *_memory_columns(fit)]
+        row = ["*" if index == 0 and capacity else "", *_memory_columns(plan, fit)]
         if capacity is not None:
             row += [
                 str(capacity.n_sequences),
@@ -216,7 +215,7 @@ def _table(plan: Plan) -> Table:
             ]
         table.add_row(*row)
     for fit in plan.references:
-        table.add_row("", *_memory_columns(fit), "not run by this engine")
+        table.add_row("", *_memory_columns(plan, fit), "not run by this engine")
     return table
 
 
@@ -228,10 +227,10 @@ def shown_cuts(plan: Plan) -> list[Candidate]:
     return list(best.values())[:_MOST_ROWS]
 
 
-def _memory_columns(fit: Fit) -> list[str]:
+def _memory_columns(plan: Plan, fit: Fit) -> list[str]:
     return [
         fit.cut.name,
-        "no" if cut_refusals(fit.cut) else "yes",
+        "no" if plan.refusals(fit.cut) else "yes",
         _layer_counts([len(stage.layers) for stage in fit.stages]),
         f"{fit.card_weights_bytes / GIB:.2f}",
         f"{fit.card_free_bytes / GIB:.2f}",
@@ -280,9 +279,10 @@ def _conclusion(plan: Plan, kv_bytes: int | None, decode_steps: str) -> str:
         reasons = "; ".join(f"--{each.field}: {each.reason}" for each in refusals)
         lines.append(f"This version refuses these flags: {reasons}")
         lines.append(_best_that_runs(plan))
-    host = plan.chosen.fit.host_bytes / GIB
+    pod = plan.chosen if not plan.worker_refusals() else plan.runnable or plan.chosen
+    host = pod.fit.host_bytes / GIB
     lines.append(f"Its processes, pages and staged copies take {host:.1f} GiB of the host, beside page cache")
-    resources = ", ".join(f"{name} {amount}" for name, amount in plan.pod_resources().items())
+    resources = ", ".join(f"{name} {amount}" for name, amount in plan.pod_resources(pod).items())
     lines.append(f"Resources of its pod, page cache for one copy of the weights included: {resources}")
     return "\n".join(lines)
 
@@ -293,7 +293,8 @@ def _best_that_runs(plan: Plan) -> str:
     if best is None or best.capacity is None:
         return "This version runs no cut of these cards that serves such a request"
     replicas = best.fit.cut.replicas
-    each = f"; of each of {replicas} workers, with a card each" if replicas > 1 else ""
+    cards = best.fit.cut.group_cards
+    each = f"; of each of {replicas} workers, cards a worker: {cards}" if replicas > 1 else ""
     return (
         f"Best that this version runs: {best.fit.cut.name}, {best.capacity.requests_per_s:.2f} requests/s"
         f"{each}: {_flags(plan.worker_arguments(best))}"

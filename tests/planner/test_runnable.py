@@ -15,6 +15,7 @@ from libs.planner.nodes import worker_nodes
 from libs.planner.plan import Plan, make_plan
 from libs.planner.read_shape import read_shape
 from libs.planner.runnable import cut_refusals
+from libs.planner.step_room import DecodeStepRoom
 from tests.engine.model.release_configs import MOONLIGHT
 from tests.planner.shapes import kimi
 
@@ -59,3 +60,13 @@ def test_without_a_card_that_holds_the_model_only_groups_may_run() -> None:
     runs = [each for each in plan.candidates if each.capacity and not cut_refusals(each.fit.cut)]
     assert plan.runnable == (runs[0] if runs else None)
     assert plan.chosen.fit.cut.group_cards > 1
+
+
+def test_groups_of_cards_run_without_graphs_only() -> None:
+    group = Cut(8)
+    assert not cut_refusals(group)
+    (refusal,) = cut_refusals(group, decode_steps="graphs")
+    assert refusal.field == "decode_steps"
+    steps = DecodeStepRoom(64)
+    assert make_plan(kimi(), *parse_cards("8xh200"), decode_steps=steps).runnable is None
+    assert make_plan(kimi(), *parse_cards("8xh200")).runnable is not None

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from libs.engine.eagle.attended import AttendedRows, attended_rows, most_together
+from libs.engine.eagle.attended import AttendedRows, attended_rows, most_together, pads_contexts
 from libs.engine.eagle.attention import ProjectedRows, interleaved
 from libs.engine.eagle.block_config import BlockHeadConfig, parse_block_config
 from libs.engine.eagle.context import DraftContext
@@ -71,6 +71,11 @@ class BlockHead:
     def most_contexts(self) -> int:
         """See `most_together`."""
         return most_together(self._kernels)
+
+    @property
+    def pads_contexts(self) -> bool:
+        """See `pads_contexts`."""
+        return pads_contexts(self._kernels)
 
     @property
     def kv_shape(self) -> KvShape:

@@ -33,18 +33,25 @@ def join_inputs(inputs: Sequence[HeadInputs]) -> HeadInputs:
 class DraftContext:
     """Keys and values of the last rows, up to one window, in buffers for two windows and rows of drafts.
 
-    Rows [first, first + n_rows) of the buffers are valid, the others finite. At the end of the buffers they
+    Rows [first, first + n_rows) of the buffers are valid. At the end of the buffers they
     move to the front, so each row is copied at most once per window.
     """
 
-    def __init__(self, shape: KvShape, window_tokens: int, like: torch.Tensor) -> None:
-        """`like`: a tensor whose dtype and device the buffers take."""
+    def __init__(
+        self, shape: KvShape, window_tokens: int, like: torch.Tensor, *, is_padded: bool = False
+    ) -> None:
+        """`like`: a tensor whose dtype and device the buffers take.
+
+        `is_padded`: readers may read rows that are not valid, which then are finite. Otherwise the memory of
+        rows that are never written stays untouched.
+        """
         n_rows = context_rows(window_tokens)
         self.shape = shape
-        self._keys = like.new_zeros(shape.n_kv_heads, n_rows, shape.key_width)
+        new = like.new_zeros if is_padded else like.new_empty
+        self._keys = new((shape.n_kv_heads, n_rows, shape.key_width))
         self._values = self._keys[..., : shape.value_width]
         if not shape.values_in_keys:
-            self._values = like.new_zeros(shape.n_kv_heads, n_rows, shape.value_width)
+            self._values = new((shape.n_kv_heads, n_rows, shape.value_width))
         self._window_tokens = window_tokens
         self._first = 0
         self.n_rows = 0

@@ -54,6 +54,11 @@ class ContextHead(Protocol):
         ...
 
     @property
+    def pads_contexts(self) -> bool:
+        """Whether `draft` reads rows of a context that are not valid, too."""
+        ...
+
+    @property
     def config(self) -> HeadSize: ...
 
     @property
@@ -167,7 +172,9 @@ class DrafterEngine:
     def _context(self, seq_id: str, like: torch.Tensor) -> DraftContext:
         context = self._contexts.get(seq_id)
         if context is None:
-            context = self._contexts[seq_id] = DraftContext(self._head.kv_shape, self._window_tokens, like)
+            head = self._head
+            context = DraftContext(head.kv_shape, self._window_tokens, like, is_padded=head.pads_contexts)
+            self._contexts[seq_id] = context
         self._contexts.move_to_end(seq_id)
         while len(self._contexts) > self._max_sequences:
             self._contexts.popitem(last=False)

@@ -107,6 +107,11 @@ class EagleHead:
         return most_together(self._kernels)
 
     @property
+    def pads_contexts(self) -> bool:
+        """See `pads_contexts`."""
+        return pads_contexts(self._kernels)
+
+    @property
     def kv_shape(self) -> KvShape:
         """The shape of the attention's KV."""
         return self.config.kv_shape

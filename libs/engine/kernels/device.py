@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from libs.engine.kernels.device_name import cuda_index, rank_device
+from libs.engine.kernels.device_name import cuda_index
 from slipstream.errors import FailedPrecondition, InvalidArgument
 
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ def open_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def free_device_bytes(name: str, n_ranks: int = 1) -> int | None:
-    """Memory that is free on the fullest CUDA device of a group; None for the CPU. Raises as `open_device`
-    does."""
-    if cuda_index(name) is None:
-        return None
-    devices = [open_device(rank_device(name, rank)) for rank in range(n_ranks)]
-    return min(int(torch.cuda.mem_get_info(device)[0]) for device in devices)
+def free_device_bytes(name: str) -> int | None:
+    """Memory that is free on a CUDA device; None for the CPU. Raises as `open_device` does.
+
+    The call leaves a context on the device, so a rank asks of its device alone.
+    """
+    device = open_device(name)
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

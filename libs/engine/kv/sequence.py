@@ -14,7 +14,7 @@ from libs.engine.kv.block_features import BlockFeatures
 from libs.engine.kv.block_manager import BlockManager
 from libs.engine.sampling.stop_conditions import cut_at_stop
 from libs.engine.step.constraint import TokenConstraint
-from libs.engine.step.device_rows import FeatureArray, join_rows
+from libs.engine.step.device_rows import FeatureArray, join_rows, own_rows
 from libs.engine.step.prompt_scores import scored_tokens
 from libs.engine.step.step_model import SequenceRows, no_tokens
 from libs.engine.step.types import (
@@ -49,7 +49,8 @@ class FeatureRows:
             self.rows = join_rows([self.rows, rows])
         surplus = len(self.rows) - FEATURE_WINDOW_TOKENS
         if surplus > 0:
-            self.start, self.rows = self.start + surplus, self.rows[surplus:]
+            # A slice of a device's rows would keep the memory of the whole step.
+            self.start, self.rows = self.start + surplus, own_rows(self.rows[surplus:])
 
     def span(self, start: int, n_rows: int) -> FeatureArray | None:
         """The rows of positions [start, start + n_rows); None unless all of them are there."""

@@ -77,6 +77,7 @@ class GroupRunner:
         self.followers = followers
         self._rope = Rope(model.config)
         self._turn = TurnLock()
+        self._on_death: Callable[[str], None] = end_process
         self._broken = ""  # the error after which the ranks no longer agree
 
     @classmethod
@@ -117,7 +118,7 @@ class GroupRunner:
             raise
         if options.progress is not None:  # other ranks have read the rest
             options.progress.done_bytes = options.progress.total_bytes
-        runner._feature_head = head
+        runner._feature_head, runner._on_death = head, on_death
         runner.feature_width = config.hidden_size if head else 0
         return runner
 
@@ -151,8 +152,12 @@ class GroupRunner:
         self._move(PageMove.COPY, [page for pair in pairs for page in pair])
 
     def collect(self, pages: Sequence[int]) -> None:
-        """See `PageParts`."""
-        self._move(PageMove.COLLECT, list(pages))
+        """See `PageParts`. Its thread may be one of many, so a failure ends the worker from here."""
+        try:
+            self._move(PageMove.COLLECT, list(pages))
+        except GroupBroken as error:
+            self._on_death(str(error))
+            raise
 
     def take(self, pages: Sequence[int]) -> None:
         """See `PageParts`."""
@@ -181,8 +186,9 @@ class GroupRunner:
     def close(self) -> None:
         """End the other ranks in order. A process that just ends takes them with it."""
         self.followers.expect_end()
-        with contextlib.suppress(RuntimeError):  # a rank is dead
+        with self._turn, contextlib.suppress(RuntimeError):  # a rank is dead
             send_end(self._links)
+            self._broken = self._broken or "the group is closed"
         self.followers.wait()
         self._links.close()
         os.close(self._model.options.store)

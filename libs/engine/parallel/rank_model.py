@@ -249,9 +249,11 @@ def _check_room(options: RankOptions) -> None:
         free_bytes = min(free_bytes, limit_bytes - torch.cuda.memory_allocated(options.device))
     shape = part_shape(options.cache, options.layers, options.share)
     n_bytes = shape.n_pages * shape.page_bytes
-    if n_bytes > free_bytes:
+    head_bytes = options.runner.head_bytes if options.rank == 0 else 0
+    if n_bytes + head_bytes > free_bytes:
+        head = f" and a draft head of {head_bytes / 1e9:.3f} GB do" if head_bytes else " does"
         raise FailedPrecondition(
-            f"{options.device}, rank {options.rank}: a KV cache of {n_bytes / 1e9:.3f} GB does not fit in "
+            f"{options.device}, rank {options.rank}: a KV cache of {n_bytes / 1e9:.3f} GB{head} not fit in "
             f"{free_bytes / 1e9:.3f} GB beside the weights (--kv-memory-bytes, --memory-bytes)"
         )
 

@@ -52,6 +52,11 @@ def host_rows(rows: FeatureArray) -> npt.NDArray[np.float32]:
     return np.asarray(rows, np.float32)
 
 
+def own_rows(rows: FeatureArray) -> FeatureArray:
+    """The rows in memory of their size, where they are on a device."""
+    return DeviceRows(rows.tensor.clone()) if isinstance(rows, DeviceRows) else rows
+
+
 def join_rows(parts: Sequence[FeatureArray]) -> FeatureArray:
     """The rows of all, in order: on the device where some are there, else in the host."""
     if len(parts) == 1:

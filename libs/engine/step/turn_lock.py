@@ -6,15 +6,20 @@ import threading
 
 
 class TurnLock:
-    """A context manager. The thread that waits next holds `_next`, which the last holder cannot pass."""
+    """A context manager. Each thread draws a number, and the lock calls the numbers in turn."""
 
     def __init__(self) -> None:
-        self._next = threading.Lock()
-        self._held = threading.Lock()
+        self._changed = threading.Condition()
+        self._drawn = 0
+        self._called = 0
 
     def __enter__(self) -> None:
-        with self._next:
-            self._held.acquire()
+        with self._changed:
+            number, self._drawn = self._drawn, self._drawn + 1
+            while number != self._called:
+                self._changed.wait()
 
     def __exit__(self, *_: object) -> None:
-        self._held.release()
+        with self._changed:
+            self._called += 1
+            self._changed.notify_all()

@@ -204,7 +204,7 @@ def _torch(
 
     memory = worker_memory(
         options.memory_bytes,
-        free_device_bytes=free_device_bytes(options.device, 1 if parallel is None else parallel.n_ranks),
+        free_device_bytes=free_device_bytes(options.device),
         device_overhead_bytes=options.device_overhead_bytes,
         staging_bytes=options.kv_staging_bytes,
         is_staged=options.kv_registration == STAGED,

@@ -130,3 +130,10 @@ class TestRows:
         parts: Sequence[FeatureArray] = [DeviceRows(torch.zeros(2, 3)), np.zeros((2, 3), np.float32)]
         for part in parts:
             assert join_rows([part]) is part
+
+
+def test_kept_rows_hold_no_memory_of_the_rows_before_them() -> None:
+    kept = FeatureRows()
+    kept.append(0, DeviceRows(torch.zeros(8_192, 3)))
+    assert isinstance(kept.rows, DeviceRows)
+    assert kept.rows.tensor.untyped_storage().nbytes() == kept.rows.nbytes == FEATURE_WINDOW_TOKENS * 3 * 4

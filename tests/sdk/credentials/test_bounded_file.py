@@ -35,7 +35,7 @@ _READERS: list[Callable[[Path], object]] = [
 
 
 @pytest.mark.parametrize("read", _READERS)
-@pytest.mark.parametrize("kind", ["pipe", "device", "large"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "large"])
 def test_a_file_without_bound_is_refused_at_once(
     tmp_path: Path, kind: str, read: Callable[[Path], object]
 ) -> None:
@@ -44,6 +44,8 @@ def test_a_file_without_bound_is_refused_at_once(
         os.mkfifo(path, 0o600)
     elif kind == "device":
         path = Path("/dev/zero")
+    elif kind == "folder":
+        path.mkdir(0o700)
     else:
         path.touch(0o600)
         os.truncate(path, 5 << 20)  # above the bound of each
@@ -57,3 +59,11 @@ def test_a_regular_file_is_read_up_to_the_bound_and_behind_a_link(tmp_path: Path
     path.write_bytes(b"x" * MAX_SECRET_FILE_BYTES)
     link.symlink_to(path)
     assert read_bounded(link) == path.read_bytes()
+
+
+def test_a_refusal_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(OSError, match="is no regular file"):
+            read_bounded(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before

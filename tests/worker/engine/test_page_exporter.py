@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -144,3 +145,30 @@ def test_the_staging_memory_holds_one_page_at_least(
 ) -> None:
     transport: Any = RecordingTransport()
     assert PageExporter(pages, transport, staging_bytes=asked).n_slots == n_slots
+
+
+class Parts:
+    """Separate memories whose pages are in the host's only once they are collected."""
+
+    def __init__(self, pages: PageMemory) -> None:
+        self.collected: list[int] = []
+        self._pages = pages
+
+    def collect(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._pages.page(page)[:] = bytes([100 + page]) * PAGE_BYTES
+        self.collected += pages
+
+
+@pytest.mark.parametrize("registration", [STAGED, DIRECT])
+@pytest.mark.parametrize("asked", [[3], [1, 4, 2]])
+async def test_pages_of_separate_memories_are_collected_before_peers_read_them(
+    pages: PageMemory, registration: str, asked: list[int]
+) -> None:
+    parts = Parts(pages)
+    pages._parts = parts  # type: ignore[assignment]
+    exporter, _ = exporter_of(pages, N_PAGES, registration=registration)
+    exported = await exporter.export(asked, is_read=True)
+    assert parts.collected == asked
+    assert [bytes_at(page) for page in exported] == [bytes([100 + page]) * PAGE_BYTES for page in asked]
+    assert [page.checksum for page in exported] == [KEYED.at(page.address, PAGE_BYTES) for page in exported]

@@ -82,7 +82,7 @@ def memory_of(
         taken.append(memory)
         raise InvalidArgument("stop", "here")
 
-    monkeypatch.setattr(device, "free_device_bytes", lambda name, n_ranks=1: free)
+    monkeypatch.setattr(device, "free_device_bytes", lambda name: free)
     monkeypatch.setattr(kv_size, "default_kv_bytes", take)
     with pytest.raises(ModelUnusable, match="stop"):
         engine_builder(DecodeSettings(instance="d", model=Path("m"), **given), LoadProgress())()
@@ -217,7 +217,7 @@ def test_a_worker_states_the_room_of_a_local_head(
         raise InvalidArgument("stop", "here")
 
     write_random_head(tmp_path, RandomHead())
-    monkeypatch.setattr(device, "free_device_bytes", lambda name, n_ranks=1: 1 if name == "cuda" else None)
+    monkeypatch.setattr(device, "free_device_bytes", lambda name: 1 if name == "cuda" else None)
     monkeypatch.setattr(kv_size, "default_kv_bytes", take)
     settings = DecodeSettings(
         instance="d", model=Path("m"), draft_model=tmp_path, device=name, max_batch=7, drafter=place
@@ -236,7 +236,7 @@ def test_a_worker_states_the_room_of_its_decode_steps(monkeypatch: pytest.Monkey
         stated.append(decode_steps)
         raise InvalidArgument("stop", "here")
 
-    monkeypatch.setattr(device, "free_device_bytes", lambda name, n_ranks=1: 1)
+    monkeypatch.setattr(device, "free_device_bytes", lambda name: 1)
     monkeypatch.setattr(kv_size, "default_kv_bytes", take)
     settings = DecodeSettings(
         instance="d", model=Path("m"), draft_model=Path("h"), device="cuda", max_batch=7
