@@ -251,8 +251,12 @@ EDITS = MESSAGES.add(
     )
 )
 
+# aiohttp's look-up of a path takes time by the square of its slashes, before any key is checked.
+MAX_TARGET_BYTES = 2048
+
 API_SECTIONS = (RESPONSES, MESSAGES)
 ROWS: tuple[tuple[str, str, str], ...] = (
+    ("Path and query of an HTTP request", f"{MAX_TARGET_BYTES} bytes", "431, and the connection closes"),
     (
         "Stored responses of one tenant: number / compressed bytes",
         f"{MAX_TENANT_RESPONSES} / {MAX_TENANT_RESPONSE_BYTES}",

@@ -16,6 +16,7 @@ from libs.common.transport.open import TransportChoice
 from libs.engine.model_spec.config import load_config
 from libs.engine.parallel.sizes import ParallelSizes, check_kv_split, check_sizes, parse_sizes
 from slipstream.credentials.api_key_file import read_keys
+from slipstream.credentials.bounded_file import read_bounded
 from slipstream.credentials.certificates import TlsFault, check_authority
 from slipstream.credentials.secret_files import exposure
 from slipstream.errors import InvalidArgument
@@ -150,7 +151,7 @@ def _check_access(config: ClusterConfig) -> None:
     for flag, file in files:
         if file is not None and not os.access(file, os.R_OK):
             raise InvalidArgument(flag, f"{file} cannot be read")
-    if config.shared_prefix is not None and not config.shared_prefix.read_bytes().strip():
+    if config.shared_prefix is not None and not _read(config.shared_prefix, "--shared-prefix").strip():
         raise InvalidArgument("--shared-prefix", f"{config.shared_prefix} is empty")
     if config.tls_client_ca is not None and config.tls is None:
         raise InvalidArgument("--tls-client-ca", "needs --tls-ca, --tls-certificate and --tls-key")
@@ -199,3 +200,11 @@ def idle_drafters(config: ClusterConfig) -> list[str]:
 def _check_choice(flag: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise InvalidArgument(flag, f"must be one of {', '.join(allowed)}, not {value!r}")
+
+
+def _read(path: Path, flag: str) -> bytes:
+    """The bytes of a small file. Raises InvalidArgument."""
+    try:
+        return read_bounded(path)
+    except OSError as error:
+        raise InvalidArgument(flag, f"{path}: {error.strerror}") from None

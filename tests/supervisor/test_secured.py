@@ -169,6 +169,7 @@ async def test_wrong_access_is_refused_by_the_name_of_its_flag(tmp_path: Path) -
         ({"api_keys": keys}, "--api-keys: .*keys.toml:1"),
         ({"shared_prefix": tmp_path / "missing"}, "--shared-prefix: .* cannot be read"),
         ({"shared_prefix": empty}, "--shared-prefix: .*empty.txt is empty"),
+        ({"shared_prefix": Path("/dev/zero")}, "--shared-prefix: /dev/zero: is no regular file"),
         ({"tls_client_ca": empty}, "--tls-client-ca: needs --tls-ca, --tls-certificate and --tls-key"),
         ({"log_format": "xml"}, "--log-format: must be one of text, json, not 'xml'"),
         ({"access_log": "json"}, "--access-log: must be one of on, off, not 'json'"),

@@ -25,6 +25,7 @@ from aiohttp.http_exceptions import (
 )
 from aiohttp.web_protocol import RequestPayloadError
 
+from libs.common.api_bounds import MAX_TARGET_BYTES
 from libs.common.connection_shares import ConnectionShare, ConnectionShares
 from libs.common.http.answer_watch import AnswerWatch
 from libs.common.http.chunked_body import ArrivingBody, read_plain_in_small_pieces
@@ -122,6 +123,7 @@ class HttpConnection(web.RequestHandler):
             keepalive_timeout=keepalive_s,
             access_log=None,  # type: ignore[arg-type]
             auto_decompress=False,  # see content_encoding.py
+            max_line_size=MAX_TARGET_BYTES,
         )
         self._malformed = malformed
         self._is_refused = is_refused

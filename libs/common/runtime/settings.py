@@ -62,7 +62,7 @@ def setting(
 def check_readable(path: Path) -> None:
     """A `check` of settings that name a file or a directory. Raises ValueError."""
     try:
-        os.close(os.open(path, os.O_RDONLY))
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))  # a pipe without a writer would block
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
 

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from libs.common.api_bounds import MAX_TARGET_BYTES
 from libs.common.connection_shares import ConnectionShares
 from libs.common.http.connection import HttpListener, MalformedMessages
 from libs.common.http.listening import endpoint_of, listen_tcp
@@ -147,3 +148,12 @@ async def test_new_connections_get_a_replaced_certificate(
     said = [record.message for record in caplog.records if "stays in use" in record.message]
     assert len(said) == 2 and "--tls-certificate: " in said[0]
     assert "--tls-certificate, --tls-key: " in said[1] and "is not the key of" in said[1]
+
+
+async def test_a_path_of_thousands_of_slashes_is_refused_before_it_is_looked_up() -> None:
+    async with listening(Counters()) as (host, port), asyncio.timeout(60):
+        for length, status in ((MAX_TARGET_BYTES, b"404"), (MAX_TARGET_BYTES + 1, b"431")):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(b"GET " + b"/" * length + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert (await reader.readline()).split()[1] == status
+            writer.close()

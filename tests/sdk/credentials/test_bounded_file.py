@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from libs.common.etcd.access import EtcdAccess
+from libs.common.runtime.settings import check_readable
 from services.router.metering.price_list import read_prices
 from slipstream.bounds import MAX_SECRET_FILE_BYTES
 from slipstream.cli.options import read_api_key, read_secret
@@ -67,3 +68,8 @@ def test_a_refusal_leaves_no_descriptor_open(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="is no regular file"):
             read_bounded(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_pipe_blocks_no_check_of_settings(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    check_readable(tmp_path / "pipe")  # its reader refuses it
