@@ -205,17 +205,18 @@ def plan(
     cached_tokens: Annotated[int, typer.Option(min=0, help="Of them cached, without --traffic.")] = 0,
     output_tokens: Annotated[int, typer.Option(min=1, help="Mean answer, without --traffic.")] = 1024,
     max_token_ms: Annotated[
-        float, typer.Option(min=0.1, help="What a token may take, prefills of other requests included.")
+        float,
+        typer.Option(min=0.1, max=1e9, help="What a token may take, prefills of other requests included."),
     ] = 50.0,
     overhead_gib: Annotated[
-        float, typer.Option(min=0, help="Of each card: context, communication, activations.")
+        float, typer.Option(min=0, max=1e6, help="Of each card: context, communication, activations.")
     ] = 2.5,
     decode_steps: Annotated[
         str, typer.Option(help="As of decode workers: plain, or graphs and ahead, which take memory.")
     ] = "plain",
     max_batch: Annotated[int, typer.Option(min=1, help="Sequences in one of those steps.")] = 64,
     kv_gib: Annotated[
-        float | None, typer.Option(min=0, help="Also print how many tokens so much KV memory holds.")
+        float | None, typer.Option(min=0, max=1e6, help="Also print how many tokens so much KV memory holds.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -163,3 +163,9 @@ def test_bad_options_are_named(flags: list[str], named: str) -> None:
     arguments = ["plan", "--model", str(KIMI_CONFIG), "--gpus", "8xh100", *flags]
     with pytest.raises(InvalidArgument, match=named):
         CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+@pytest.mark.parametrize("flag", ["--max-token-ms", "--overhead-gib", "--kv-gib"])
+def test_an_infinite_number_is_refused_by_its_flag(flag: str) -> None:
+    done = CliRunner().invoke(app, ["plan", "--model", str(KIMI_CONFIG), "--gpus", "8xh100-80", flag, "inf"])
+    assert done.exit_code == 2 and flag in done.output
