@@ -161,9 +161,8 @@ def engine_of(runner: ModelRunner | GroupRunner) -> PagedEngine:
     return PagedEngine(TorchModel(runner, max_batch=8, max_draft_tokens=4), step_tokens=64)
 
 
-def test_sequences_with_drafts_and_a_shared_prefix_equal_one_process(
-    one: ModelRunner, group: GroupRunner
-) -> None:
+def check_sequences(one: ModelRunner, group: GroupRunner) -> None:
+    """Sequences with drafts and a shared prefix, on the group and on one process."""
     rng = np.random.default_rng(3)
     prefix = rng.integers(0, 251, 40).tolist()
     specs = [
@@ -184,6 +183,12 @@ def test_sequences_with_drafts_and_a_shared_prefix_equal_one_process(
         return {i: [*expected[i][n : n + 2], 7] for i, n in made.items() if i in expected}
 
     assert generate(engine, specs, draft) == expected
+
+
+def test_sequences_with_drafts_and_a_shared_prefix_equal_one_process(
+    one: ModelRunner, group: GroupRunner
+) -> None:
+    check_sequences(one, group)
 
 
 def test_a_refused_or_aborted_batch_reaches_no_rank(one: ModelRunner, group: GroupRunner) -> None:

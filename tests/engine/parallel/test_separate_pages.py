@@ -14,7 +14,14 @@ from libs.engine.core.engine import PagedEngine
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.parallel.group_runner import GroupRunner
 from tests.engine.parallel.forked_ranks import forked_group
-from tests.engine.parallel.test_group import BATCHES, BLOCK_TOKENS, TOLERANCE, engine_of, make_batch
+from tests.engine.parallel.test_group import (
+    BATCHES,
+    BLOCK_TOKENS,
+    TOLERANCE,
+    check_sequences,
+    engine_of,
+    make_batch,
+)
 from tests.engine.random_head import write_random_head
 from tests.engine.support import generate, make_spec
 from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
@@ -82,26 +89,7 @@ def test_sequences_with_drafts_and_a_shared_prefix_equal_one_process(
     one: ModelRunner, group: GroupRunner
 ) -> None:
     """Running prompts with one prefix copy pages between steps, and later ones reuse them."""
-    rng = np.random.default_rng(3)
-    prefix = rng.integers(0, 251, 40).tolist()
-    specs = [
-        make_spec("greedy", [*prefix, 5, 6]),
-        make_spec("drawn", [*prefix, 9], temperature=0.9, top_p=0.9, seed=11),
-        make_spec("long", rng.integers(0, 251, 90).tolist(), temperature=0.7, seed=12),
-    ]
-    expected = generate(engine_of(one), specs)
-    engine = engine_of(group)
-    assert generate(engine, specs) == expected
-    again = engine.reserve(make_spec("again", [*prefix, 5, 6]))
-    assert again.cached_tokens == 2 * BLOCK_TOKENS
-    engine.release("again")
-
-    def draft(outputs: object) -> dict[str, list[int]]:
-        """Right drafts, then a wrong one."""
-        made = {s.spec.seq_id: s.n_output for s in engine.sequences()}
-        return {i: [*expected[i][n : n + 2], 7] for i, n in made.items() if i in expected}
-
-    assert generate(engine, specs, draft) == expected
+    check_sequences(one, group)
 
 
 def test_pages_pass_between_a_group_and_one_process_both_ways(one: ModelRunner, group: GroupRunner) -> None:

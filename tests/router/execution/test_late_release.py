@@ -1,4 +1,4 @@
-"""A router that stands still while it releases a request: the workers let go of it all the same."""
+"""A router that stands still while it releases a request: the workers still release it."""
 
 from __future__ import annotations
 
