@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc
 import pytest
 
+from libs.common.http import connection
 from libs.common.service_bounds import RESUME_PAUSE_S
+from services.router.execution.event_queue import ResponseQueue
 from services.router.recording.timeline import RequestTimeline
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
@@ -25,15 +27,19 @@ from tests.support.api_keys import tenant_keys
 STREAMS = 4
 LETTERS = "abcdefgh"
 TOKENS = 800
+# Without log probabilities an answer has many fewer bytes.
+BARE_WORD, BARE_TOKENS = " functions", 1900
 SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 14)]
 KEYS = {"key-a": "a", "key-b": "b"}
 
 
 @contextlib.asynccontextmanager
-async def crowded(cluster: FakeCluster, card: ModelCard) -> AsyncIterator[RouterServer]:
+async def crowded(
+    cluster: FakeCluster, card: ModelCard, words: Sequence[str] = LETTERS * (TOKENS // 8)
+) -> AsyncIterator[RouterServer]:
     """A router with places for STREAMS requests, and answers longer than every buffer on the way."""
-    letters = [card.tokenizer.encode_text(letter)[0] for letter in LETTERS]
-    script(cluster.model, [letters[index % 8] for index in range(TOKENS)] + [card.stop_token_ids[0]])
+    ids = {word: card.tokenizer.encode_text(word)[0] for word in set(words)}
+    script(cluster.model, [*(ids[word] for word in words), card.stop_token_ids[0]])
     keys = tenant_keys(KEYS)
     # No client is cut off in the time of this test.
     async with open_router(
@@ -146,9 +152,14 @@ async def test_unread_http_streams_hold_up_no_other_tenant(cluster: FakeCluster,
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
 async def test_unread_streams_of_the_other_apis_hold_up_no_other_tenant(
-    cluster: FakeCluster, card: ModelCard, path: str
+    cluster: FakeCluster, card: ModelCard, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    async with crowded(cluster, card) as router:
+    words: Sequence[str] = LETTERS * (TOKENS // 8)
+    if path == "/v1/messages":  # it has no log probabilities, so the buffers are made shorter
+        words = [BARE_WORD] * BARE_TOKENS
+        monkeypatch.setattr(connection, "HTTP_UNWRITTEN_BYTES", 1 << 10)
+        monkeypatch.setitem(ResponseQueue.__init__.__kwdefaults__ or {}, "max_waiting_bytes", 64)
+    async with crowded(cluster, card, words) as router:
         router.ports.http.setsockopt(1, 7, 1 << 12)  # SO_SNDBUF
         clients = [RawClient("key-a") for _ in range(STREAMS)]
         for index, client in enumerate(clients):
@@ -160,9 +171,10 @@ async def test_unread_streams_of_the_other_apis_hold_up_no_other_tenant(
                     "top_logprobs": 20,
                 }
             else:
-                body |= {"messages": [{"role": "user", "content": f"x{index}"}], "max_tokens": TOKENS + 1}
+                body |= {"messages": [{"role": "user", "content": f"x{index}"}], "max_tokens": len(words) + 1}
             await client.post(router.http_endpoint, body, path=path)
         await eventually(lambda: router.manager.held == STREAMS)
+        await eventually(lambda: all(run.sink.is_full for run in router.manager.running))
         await check_others(router)
         async with asyncio.timeout(WAIT_S):
             await asyncio.gather(*[client.read_all() for client in clients])
@@ -170,6 +182,6 @@ async def test_unread_streams_of_the_other_apis_hold_up_no_other_tenant(
             kinds = ("response.output_text.delta", "content_block_delta")
             deltas = [each["delta"] for each in sse_objects(client.body()) if each["type"] in kinds]
             text = "".join(each if isinstance(each, str) else each.get("text", "") for each in deltas)
-            assert text == "".join(LETTERS[index % 8] for index in range(TOKENS))
+            assert text == "".join(words)
             client.socket.close()
         await eventually(lambda: not router.manager.held and not cluster.held)
