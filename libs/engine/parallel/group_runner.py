@@ -107,6 +107,7 @@ class GroupRunner:
             separate_pages = has_separate_pages(options.device)
         memory, rank = _shared_options(model_dir, config, options, sizes, head)
         rank = replace(rank, separate_pages=separate_pages)
+        log.info("ranks %s", "have separate KV pages" if separate_pages else "share one copy of the KV pages")
         followers = FollowerProcesses(rank, on_death)
         try:
             links = GroupLinks(rank.place, f"/proc/self/fd/{rank.store}", device=rank.device)

@@ -26,8 +26,8 @@ from tests.engine.random_head import write_random_head
 from tests.engine.support import generate, make_spec
 from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 
-CUTS = ["tp=2", "pp=2", "kv=2", "tp=2,pp=2", "kv=2,pp=2"]
-LONG_CUTS = ["tp=2,kv=2", "tp=2,ep=2", "tp=4", "pp=4", "kv=4"]
+CUTS = ["tp=2", "pp=2", "kv=2", "tp=2,pp=2", "kv=2,pp=2", "tp=4", "pp=4", "kv=4"]
+LONG_CUTS = ["tp=2,kv=2", "tp=2,ep=2"]
 CASES = [*CUTS, *(pytest.param(cut, marks=pytest.mark.soak) for cut in LONG_CUTS)]
 
 

@@ -3,6 +3,7 @@
     arguments   more arguments of its command line
     redirect    {endpoint: another endpoint}: the address to dial in place of a peer's
     states      the context bound in a worker's record, in tokens, whatever its engine takes
+    separate    true: each rank of the worker has other memory for KV pages, as ranks on devices have
 
 A test can hold the engines (engine_gate.py). Routers have long time-outs: on a busy machine a worker may be
 silent for seconds, and unavailable for a minute when it starts again.
@@ -92,6 +93,14 @@ def state_context(tokens: int) -> None:
     Worker.__post_init__ = state  # type: ignore[method-assign]
 
 
+def separate_pages() -> None:
+    """Let the worker take its ranks for those of devices, as far as their memories are concerned."""
+    from libs.engine.parallel import group_runner, limits
+
+    for module in (group_runner, limits):
+        vars(module)["has_separate_pages"] = lambda device: True
+
+
 def be_patient() -> None:
     """Lengthen the router's time-outs for workers, and its quarantine."""
     from services.router.execution.policies import quarantine
@@ -121,6 +130,8 @@ def main() -> None:
         redirect_peers(changes.get("redirect", {}))
         if "states" in changes:
             state_context(changes["states"])
+        if changes.get("separate"):
+            separate_pages()
         engine_gate.install(run_dir, instance)
     elif role == "router":
         be_patient()
