@@ -87,7 +87,7 @@ _NEEDED: Mapping[Role, tuple[str, ...]] = {
         *("prices", "access_log", "allow_pinning", "tls_client_ca", "log_level", "log_format", "drain_s"),
         *("http", *ETCD_ACCESS),
     ),
-    Role.DECODE: ("draft_model", "drafts", "transport", "block_tokens"),
+    Role.DECODE: ("draft_model", "drafts", "transport", "block_tokens", "decode_steps"),
     Role.KVSTORE: ("disk_bytes", "pool"),
 }
 
@@ -135,7 +135,7 @@ class ClusterFile:
             role for role, values in self.services.items() if values.get("http_tls") is False
         )
         sized = {role: self.services[role] for role in (Role.PREFILL, Role.DECODE, Role.DRAFTER)}
-        for name in ("memory_bytes", "device"):
+        for name in ("memory_bytes", "device", "parallel"):
             stated = {role: values[name] for role, values in sized.items() if name in values}
             found[f"file_{name}"] = stated
         return found

@@ -14,7 +14,9 @@ from libs.common.etcd.access import EtcdAccess
 from libs.common.runtime.settings import check_peers
 from libs.common.transport.open import TransportChoice
 from libs.engine.model_spec.config import load_config
-from libs.engine.parallel.sizes import ParallelSizes, check_kv_split, check_sizes, parse_sizes
+from libs.engine.parallel.limits import group_refusals
+from libs.engine.parallel.sizes import check_sizes, parse_sizes
+from services.decode.settings import DecodeSettings
 from slipstream.credentials.api_key_file import read_keys
 from slipstream.credentials.bounded_file import read_bounded
 from slipstream.credentials.certificates import TlsFault, check_authority
@@ -32,6 +34,7 @@ _MOONCAKE_LIBRARIES = {
     "libnuma1": "libnuma.so.1",
     "libcurl4": "libcurl.so.4",
 }
+_CPU_KERNELS = "native"  # of workers on the processor: no setting names others
 # etcd preallocates its log in two files of 64 MB. Without that space it fails with a stack trace, at once or
 # later. The rest is for logs and for the supervisor's records.
 _ETCD_BYTES = 128_000_000
@@ -52,12 +55,8 @@ def check_config(config: ClusterConfig) -> None:
             _check_model(flag, path)
     _check_choice("--drafts", config.drafts, DRAFTS)
     _check_choice("--drafts-from", config.drafts_from, DRAFTERS)
-    for flag, sizes in (
-        ("--prefill-parallel", config.prefill_parallel),
-        ("--decode-parallel", config.decode_parallel),
-    ):
-        if sizes is not None:
-            _check_cut(flag, parse_sizes(sizes, flag), config)
+    for role in (Role.PREFILL, Role.DECODE):
+        _check_cut(role, config)
     _check_choice("--start", config.start, STARTS)
     _check_choice("--log-level", config.log_level, LOG_LEVELS)
     _check_choice("--log-format", config.log_format, LOG_FORMATS)
@@ -101,14 +100,26 @@ def _check_model(flag: str, path: Path) -> None:
         raise InvalidArgument(flag, f"{path / 'config.json'} holds no JSON object")
 
 
-def _check_cut(flag: str, sizes: ParallelSizes, config: ClusterConfig) -> None:
-    """Refuse what a worker would refuse as --parallel."""
+def _check_cut(role: Role, config: ClusterConfig) -> None:
+    """Refuse what a worker would refuse as --parallel, on its device."""
+    text, name = config.parallel(role), config.parallel_name(role)
+    if text is None:
+        return
+    sizes = parse_sizes(text, name)
+    refusals = group_refusals(
+        sizes,
+        device=config.device(role),
+        kernels=_CPU_KERNELS,
+        block_tokens=config.block_tokens,
+        decode_steps=config.decode_steps if role is Role.DECODE else DecodeSettings.decode_steps,
+    )
+    if refusals:
+        raise InvalidArgument(name, refusals[0].reason)
     try:
         model = load_config(config.model)
     except InvalidArgument:
         return  # the workers name the model
-    check_sizes(sizes, model, flag)
-    check_kv_split(sizes, config.block_tokens, "", flag)
+    check_sizes(sizes, model, name)
 
 
 def _check_space(config: ClusterConfig) -> None:

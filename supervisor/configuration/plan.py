@@ -11,10 +11,12 @@ from pathlib import Path
 from libs.common.cluster.worker_record import Role
 from libs.common.runtime.memory_limit import memory_limit_bytes
 from libs.engine.kernels.device_name import CPU
+from libs.engine.parallel.sizes import parse_sizes
 from libs.worker.process.settings import EngineSettings
+from services.decode.settings import DecodeSettings
 from slipstream.cluster_record import secret_file
 from supervisor.configuration.cluster_options import ClusterOptions
-from supervisor.configuration.worker_sizes import share_of_unstated
+from supervisor.configuration.worker_sizes import WorkerPlace, share_of_unstated
 
 ETCD = "etcd"
 # Settings with which services reach an external etcd.
@@ -33,6 +35,7 @@ class ClusterConfig(ClusterOptions):
     """The cluster that the user asked for: what flags state, and what only a file or a program does."""
 
     block_tokens: int = EngineSettings.block_tokens  # of all workers
+    decode_steps: str = DecodeSettings.decode_steps
     modules: Mapping[Role, str] = field(default_factory=lambda: {role: f"services.{role}" for role in Role})
     extra_arguments: Mapping[Role, Sequence[str]] = field(default_factory=dict)
     instance_arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)  # by instance
@@ -41,6 +44,7 @@ class ClusterConfig(ClusterOptions):
     plain_http: tuple[Role, ...] = ()  # by the file
     file_memory_bytes: Mapping[Role, int] = field(default_factory=dict)  # of each worker of these roles
     file_device: Mapping[Role, str] = field(default_factory=dict)
+    file_parallel: Mapping[Role, str] = field(default_factory=dict)
     from_file: frozenset[str] = frozenset()  # settings that the file has for some service, and no flag sets
     unused: frozenset[str] = frozenset()  # settings of the file that no process has
 
@@ -53,21 +57,32 @@ class ClusterConfig(ClusterOptions):
         """
         if self.drafts_from != "auto":
             return self.drafts_from
-        is_cut = bool(self.decode_parallel) or "parallel" in self.from_file
-        is_far = is_cut or self.device(Role.DECODE) != CPU
+        is_far = bool(self.parallel(Role.DECODE)) or self.device(Role.DECODE) != CPU
         return REMOTE if self.drafters or is_far else LOCAL
 
     def device(self, role: Role) -> str:
         """The device of workers of this role, by flag or file."""
         return self.sizes.device or self.file_device.get(role, CPU)
 
-    def workers(self) -> list[tuple[str, int]]:
-        """Device of each prefill and decode worker and what it may take; 0: the worker decides."""
+    def parallel(self, role: Role) -> str | None:
+        """How workers of this role are cut, by flag or file."""
+        by_flag = {Role.PREFILL: self.prefill_parallel, Role.DECODE: self.decode_parallel}
+        return by_flag.get(role) or self.file_parallel.get(role)
+
+    def parallel_name(self, role: Role) -> str:
+        """The flag or the setting of the file that says it, for errors."""
+        is_by_flag = self.decode_parallel if role is Role.DECODE else self.prefill_parallel
+        return f"--{role}-parallel" if is_by_flag else f"--config, [{role}] parallel"
+
+    def workers(self) -> list[WorkerPlace]:
+        """Where each prefill and decode worker runs. Raises InvalidArgument for a cut that is none."""
         counts, by_flag = self.counts(), self.sizes.memory_bytes
-        each = {
-            role: (self.device(role), by_flag or self.file_memory_bytes.get(role, 0)) for role in _ENGINES
-        }
-        return [worker for role, worker in each.items() for _ in range(counts[role])]
+        found = []
+        for role in _ENGINES:
+            cut = parse_sizes(self.parallel(role) or "", self.parallel_name(role))
+            n_bytes = by_flag or self.file_memory_bytes.get(role, 0)
+            found += [WorkerPlace(self.device(role), cut.n_ranks, n_bytes)] * counts[role]
+        return found
 
     def drafter_devices(self) -> list[str]:
         """Of each drafter, by the file: `--device` is of prefill and decode workers."""
@@ -75,7 +90,7 @@ class ClusterConfig(ClusterOptions):
 
     def host_memory_bytes(self) -> list[int]:
         """What each worker without a device may take of the host; 0: the worker decides."""
-        return [n_bytes for device, n_bytes in self.workers() if device == CPU]
+        return [worker.memory_bytes for worker in self.workers() if worker.device == CPU]
 
     def counts(self) -> dict[Role, int]:
         """How many processes of each role, in the order in which they are started and shown."""

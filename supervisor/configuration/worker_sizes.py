@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from libs.engine.kernels.device_name import cuda_index
 from slipstream.errors import InvalidArgument
@@ -11,23 +12,46 @@ from slipstream.errors import InvalidArgument
 _WORKERS_SHARE = 0.75  # of the host; the other processes have the rest
 
 
-def check_devices(workers: Sequence[tuple[str, int]], drafters: Sequence[str] = ()) -> None:
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """Where a prefill or decode worker runs, and its --memory-bytes; 0: what is free there.
+
+    Each rank has the device behind that of the rank before. A worker may take its bytes of each of them.
+    """
+
+    device: str
+    n_ranks: int = 1
+    memory_bytes: int = 0
+
+    @property
+    def devices(self) -> range:
+        """The CUDA devices of the ranks; empty on the CPU."""
+        first = cuda_index(self.device)
+        return range(0) if first is None else range(first, first + self.n_ranks)
+
+
+def check_devices(workers: Sequence[WorkerPlace], drafters: Sequence[str] = ()) -> None:
     """Raises InvalidArgument if workers share a device and it is open what each may take of it.
 
-    workers   device and --memory-bytes of each prefill and decode worker; 0: what is free on the device
-    drafters  their devices; a drafter takes what its head and contexts need
+    `drafters`: their devices; a drafter takes what its head and contexts need.
     """
-    indices = [(cuda_index(device), n_bytes) for device, n_bytes in workers]
     beside = Counter(map(cuda_index, drafters))
-    for shared, count in Counter(index for index, _ in indices if index is not None).items():
-        is_shared = count + beside[shared] > 1
-        if is_shared and not all(n_bytes for index, n_bytes in indices if index == shared):
-            others = f" and {beside[shared]} drafters" if beside[shared] else ""
-            raise InvalidArgument(
-                "--memory-bytes",
-                f"{count} prefill and decode workers{others} share cuda:{shared}: state what each worker may "
-                "take of it",
-            )
+    for shared in sorted({index for worker in workers for index in worker.devices}):
+        there = [worker for worker in workers if shared in worker.devices]
+        is_shared = len(there) + beside[shared] > 1
+        if is_shared and not all(worker.memory_bytes for worker in there):
+            raise InvalidArgument("--memory-bytes", _sharing(shared, there, beside[shared]))
+
+
+def _sharing(shared: int, workers: Sequence[WorkerPlace], n_drafters: int) -> str:
+    drafters = f" and {n_drafters} drafters" if n_drafters else ""
+    spans = sorted({(found.start, found.stop - 1) for w in workers if len(found := w.devices) > 1})
+    groups = ", ".join(f"cuda:{first} to cuda:{last}" for first, last in spans)
+    ranks = f", as ranks of --parallel take {groups}" if groups else ""
+    return (
+        f"{len(workers)} prefill and decode workers{drafters} share cuda:{shared}{ranks}: state what each "
+        "worker may take of it"
+    )
 
 
 def check_memory(workers_bytes: Sequence[int], limit_bytes: int) -> None:

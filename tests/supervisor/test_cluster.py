@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from libs.common.cluster.worker_record import Role
 from libs.common.etcd.client import EtcdClient
 from slipstream.cluster_record import is_running, read_record
 from slipstream.errors import (
@@ -26,7 +27,7 @@ from slipstream.errors import (
 from supervisor import process_stats
 from supervisor.cluster import ClusterSupervisor
 from supervisor.configuration import config_check
-from supervisor.configuration.cluster_options import DEFAULT_MODEL
+from supervisor.configuration.cluster_options import DEFAULT_MODEL, WorkerSizes
 from tests.supervisor.conftest import FakeCluster
 from tests.support.clusters.supervised import supervised
 from tests.support.processes.etcd_process import EtcdProcess, free_port
@@ -182,6 +183,27 @@ async def wrong_flag(fake: FakeCluster, match: str, **changes: object) -> None:
     await refused(fake, match, kind=InvalidArgument, **changes)
 
 
+async def test_cuts_that_no_worker_runs_are_refused_before_anything_starts(fake: FakeCluster) -> None:
+    shipped: dict[str, Any] = {"model": DEFAULT_MODEL}
+    cuda: dict[str, Any] = {"sizes": WorkerSizes(device="cuda:2")}
+    of_file: dict[str, Any] = {"file_parallel": {Role.DECODE: "tp=2,pp=7"}}
+    named = r"--config, \[decode\] parallel"
+    await wrong_flag(fake, "--decode-parallel: ep=2 does not divide", decode_parallel="ep=2")
+    await wrong_flag(fake, "--prefill-parallel: 'tp' is not one of", prefill_parallel="tp")
+    kv = "--decode-parallel: kv=3 does not divide the"
+    await wrong_flag(fake, f"{kv} 64 tokens", **shipped, decode_parallel="kv=3")
+    await wrong_flag(fake, f"{kv} 32 tokens", **shipped, decode_parallel="kv=3", block_tokens=32)
+    heads = "tp=5 does not divide the model's"
+    await wrong_flag(fake, f"--prefill-parallel: {heads}", **shipped, prefill_parallel="tp=5")
+    await wrong_flag(fake, f"{named}: pp=7 is more than the model's 5 layers", **shipped, **of_file)
+    split = "--decode-parallel: the triton kernels do not split KV"
+    await wrong_flag(fake, split, **cuda, decode_parallel="kv=2")
+    moved = "--prefill-parallel: dp=2 moves sequences between ranks, whose KV pages are separate on cuda:2"
+    await wrong_flag(fake, moved, **cuda, prefill_parallel="dp=2")
+    captured = f"{named}: 'graphs' captures steps of one process"
+    await wrong_flag(fake, captured, **cuda, **of_file, decode_steps="graphs")
+
+
 async def test_what_cannot_work_is_refused_before_anything_starts(
     fake: FakeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,13 +219,6 @@ async def test_what_cannot_work_is_refused_before_anything_starts(
     both = f"127.0.0.1:{free_port()}"
     await wrong_flag(fake, "need different ports", http=both, grpc=both)
     await wrong_flag(fake, "--drafts: must be one of auto, on, off", drafts="maybe")
-    await wrong_flag(fake, "--decode-parallel: ep=2 does not divide", decode_parallel="ep=2")
-    await wrong_flag(fake, "--prefill-parallel: 'tp' is not one of", prefill_parallel="tp")
-    cut: dict[str, Any] = {"model": DEFAULT_MODEL, "decode_parallel": "kv=3"}
-    await wrong_flag(fake, "--decode-parallel: kv=3 does not divide the 64 tokens", **cut)
-    await wrong_flag(fake, "--decode-parallel: kv=3 does not divide the 32 tokens", **cut, block_tokens=32)
-    cut = {"model": DEFAULT_MODEL, "prefill_parallel": "tp=5"}
-    await wrong_flag(fake, "--prefill-parallel: tp=5 does not divide the model's", **cut)
     await wrong_flag(fake, "--etcd: must be HOST:PORT, not 'nohost'", etcd="nohost")
     await wrong_flag(fake, "--log-level: must be", log_level="loud")
     await wrong_flag(fake, "--transport: must be", transport="pigeon")

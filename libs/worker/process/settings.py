@@ -42,6 +42,14 @@ def unusable_models(options: ServiceSettings) -> Iterator[None]:
         raise ModelUnusable(options.named(error).message) from error
 
 
+def check_parallel(text: str) -> None:
+    """Raises ValueError for what names no sizes of a group."""
+    try:
+        parse_sizes(text)
+    except InvalidArgument as error:
+        raise ValueError(error.reason) from None
+
+
 @dataclass(frozen=True)
 class WorkerSettings(TierSettings):
     """The settings of every worker of this kind."""
@@ -121,6 +129,7 @@ class EngineSettings(WorkerSettings):
         "ranks of this worker, each a process, such as tp=2,pp=2,kv=2 (docs/parallelism.md)",
         default=None,
         default_text="one process",
+        check=check_parallel,
     )
     restore_floor_ms: float = setting(
         "how long any prompt may wait for KV of others, however quick it is to compute", default=FLOOR_MS

@@ -247,6 +247,36 @@ def test_memory_of_one_tier_that_leaves_the_other_nothing_is_refused(
             "",
         ),
         ("[decode]\ndevice = 'cuda'\n[drafter]\ndevice = 'cuda:1'", ("--decode", "1", "--drafter", "1"), ""),
+        (
+            "[prefill]\ndevice = 'cuda:1'\n[decode]\ndevice = 'cuda'",
+            ("--prefill", "1", "--decode", "1", "--drafter", "0", "--decode-parallel", "tp=2"),
+            "2 .* share cuda:1, as ranks of --parallel take cuda:0 to cuda:1: state",
+        ),
+        (
+            "[prefill]\ndevice = 'cuda:2'\n[decode]\ndevice = 'cuda'\nparallel = 'tp=2,pp=2'",
+            ("--prefill", "1", "--decode", "1", "--drafter", "0"),
+            "2 .* share cuda:2, as ranks of --parallel take cuda:0 to cuda:3",
+        ),
+        (
+            "[decode]\ndevice = 'cuda:4'\nparallel = 'tp=2'\n[drafter]\ndevice = 'cuda:5'",
+            ("--decode", "1", "--drafter", "1"),
+            "1 prefill and decode workers and 1 drafters share cuda:5, as ranks",
+        ),
+        (
+            "",
+            ("--device", "cuda:0", "--prefill", "0", "--drafter", "0", "--decode-parallel", "tp=2"),
+            "2 .* share cuda:0, as ranks of --parallel take cuda:0 to cuda:1",
+        ),
+        (
+            "[prefill]\ndevice = 'cuda:2'\n[decode]\ndevice = 'cuda'",
+            ("--prefill", "1", "--decode", "1", "--drafter", "0", "--decode-parallel", "tp=2"),
+            "",
+        ),
+        (
+            "[prefill]\ndevice = 'cuda:1'\n[decode]\ndevice = 'cuda'",
+            ("--decode-parallel", "tp=2", "--drafter", "0", "--memory-bytes", "7000000000"),
+            "",
+        ),
     ],
 )
 def test_workers_of_one_device_get_the_share_that_each_may_take(
@@ -271,6 +301,7 @@ def test_workers_of_one_device_get_the_share_that_each_may_take(
     ("text", "words"),
     [
         ("[up]\ndrafts_from = 'nowhere'", "[up] drafts_from: must be one of auto, remote, local"),
+        ("[decode]\nparallel = 'tp'", "[decode] parallel: 'tp' is not one of tp=N, pp=N"),
         ("[up]\nrouters = 1", "[up] no setting is named routers; is router meant?"),
         ("[up]\nrouter = 0", "[up] router: must be a whole number of at least 1"),
         ("[kvstore]\ndram_byte = 1", "[kvstore] no setting is named dram_byte; is dram_bytes meant?"),
