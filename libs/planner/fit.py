@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from libs.planner.cards import GIB, Card
+from libs.planner.cards import GIB
 from libs.planner.cuts import Cut, Stage, cut_stages
 from libs.planner.model_shape import ModelShape
 
@@ -39,7 +39,8 @@ class CardMemory:
     """`n_bytes` of each card. Each has its own weights and its own part of the KV.
 
     decode_steps_bytes  of decode steps as graphs (libs/engine/graphs/step_memory.py); 0: they are no graphs
-    draft_head_bytes    of a draft head beside the model (libs/engine/eagle/head_memory.py); 0: none
+    draft_head_bytes    of a draft head and its features (libs/engine/eagle/head_memory.py), on the card of
+                        rank 0 alone, in the last stage; 0: none
     """
 
     n_bytes: int
@@ -49,8 +50,8 @@ class CardMemory:
 
     @property
     def apart_bytes(self) -> int:
-        """What is neither weights nor KV."""
-        return self.overhead_bytes + self.decode_steps_bytes + self.draft_head_bytes
+        """What is neither weights nor KV, of each card."""
+        return self.overhead_bytes + self.decode_steps_bytes
 
     def overhead_text(self, cut: Cut) -> str:
         steps = f", {self.decode_steps_bytes} of decode steps" if self.decode_steps_bytes else ""
@@ -135,11 +136,6 @@ class Fit:
         return processes + self.host_pages_bytes + self.staged_bytes
 
 
-def fit_cut(model: ModelShape, cut: Cut, card: Card, *, overhead_bytes: int) -> Fit:
-    """`fit_memory` for all that a process sees of each card."""
-    return fit_memory(model, cut, CardMemory(card.visible_bytes, overhead_bytes))
-
-
 def fit_memory(
     model: ModelShape,
     cut: Cut,
@@ -159,6 +155,8 @@ def fit_memory(
         tokens = max(memory.staging.kv_room(free[0] - sum(windows)), 0) // token_bytes
         return Fit(cut, stages, in_use, free[0], free[0], tokens, tokens * token_bytes)
     free = [memory.n_bytes - memory.apart_bytes - size for size in weights]
+    group_free_bytes = sum(free) * cut.tp - memory.draft_head_bytes
+    free[-1] -= memory.draft_head_bytes  # all cards of a stage have the same number of pages
     tokens = min(
         _stage_tokens(held.kv_bytes(stage.kv_token_bytes), cut, model, room, window)
         for stage, room, window in zip(stages, free, windows, strict=True)
@@ -168,7 +166,7 @@ def fit_memory(
         stages=stages,
         card_weights_bytes=max(weights),
         card_free_bytes=min(free),
-        group_free_bytes=sum(free) * cut.tp,
+        group_free_bytes=group_free_bytes,
         kv_tokens=tokens,
         kv_bytes=tokens * token_bytes,
     )

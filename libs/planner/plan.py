@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from libs.engine.parallel.split import MICRO_BATCH_ROWS
 from libs.planner.cards import GIB, Card
 from libs.planner.cuts import Cut, enumerate_cuts, reference_cuts
-from libs.planner.fit import CARD_OVERHEAD_BYTES, Fit, fit_cut
+from libs.planner.decode_room import DecodeStepRoom, DraftHeadRoom
+from libs.planner.fit import CARD_OVERHEAD_BYTES, CardMemory, Fit, fit_memory
 from libs.planner.model_shape import ModelShape
 from libs.planner.runnable import DEVICE, cut_refusals
-from libs.planner.step_room import DecodeStepRoom
 from libs.planner.times import STEP_TOKENS, StepTimes
 from libs.planner.traffic import Traffic
 from slipstream.errors import InvalidArgument
@@ -57,6 +57,7 @@ class Plan:
     n_cards: int
     overhead_bytes: int
     decode_steps: DecodeStepRoom | None
+    draft_head: DraftHeadRoom | None
     traffic: Traffic
     candidates: tuple[Candidate, ...]
     references: tuple[Fit, ...]
@@ -75,7 +76,12 @@ class Plan:
     @property
     def decode_steps_bytes(self) -> int:
         """Of each card, for decode steps as graphs."""
-        return _decode_steps_bytes(self.model, self.decode_steps)
+        return 0 if self.decode_steps is None else self.decode_steps.n_bytes(self.model)
+
+    @property
+    def draft_head_bytes(self) -> int:
+        """Of the card of rank 0 of each decode worker."""
+        return 0 if self.draft_head is None else self.draft_head.card_bytes
 
     def worker_arguments(self, candidate: Candidate | None = None) -> dict[str, str]:
         """The flags of a worker of the chosen cut, or another; weights and KV in the dtypes that the plan
@@ -123,17 +129,25 @@ def make_plan(
     traffic: Traffic | None = None,
     overhead_bytes: int = CARD_OVERHEAD_BYTES,
     decode_steps: DecodeStepRoom | None = None,
+    draft_head: DraftHeadRoom | None = None,
     max_token_s: float = DEFAULT_TOKEN_S,
 ) -> Plan:
     """`decode_steps`: as graphs, counted whole on each card; None: decode steps are no graphs.
 
+    `draft_head`: of decode workers, counted on the card of rank 0.
+
     Raises InvalidArgument when no cut fits, by how much the best one misses.
     """
     traffic = traffic or Traffic()
-    apart_bytes = overhead_bytes + _decode_steps_bytes(model, decode_steps)
-    fits = [fit_cut(model, cut, card, overhead_bytes=apart_bytes) for cut in enumerate_cuts(model, n_cards)]
+    memory = CardMemory(
+        card.visible_bytes,
+        overhead_bytes,
+        decode_steps_bytes=0 if decode_steps is None else decode_steps.n_bytes(model),
+        draft_head_bytes=0 if draft_head is None else draft_head.card_bytes,
+    )
+    fits = [fit_memory(model, cut, memory) for cut in enumerate_cuts(model, n_cards)]
     if not any(fit.fits for fit in fits):
-        raise _no_room(model, n_cards, card, fits, apart_bytes)
+        raise _no_room(model, n_cards, card, fits, memory)
     capacities = [_capacity(model, fit, card, traffic, max_token_s) for fit in fits]
     candidates = sorted(map(Candidate, fits, capacities), key=_merit, reverse=True)
     return Plan(
@@ -142,17 +156,12 @@ def make_plan(
         n_cards,
         overhead_bytes,
         decode_steps,
+        draft_head,
         traffic,
         candidates=tuple(candidates),
-        references=tuple(
-            fit_cut(model, cut, card, overhead_bytes=apart_bytes) for cut in reference_cuts(model, n_cards)
-        ),
+        references=tuple(fit_memory(model, cut, memory) for cut in reference_cuts(model, n_cards)),
         reason=_reason(candidates, max_token_s),
     )
-
-
-def _decode_steps_bytes(model: ModelShape, steps: DecodeStepRoom | None) -> int:
-    return 0 if steps is None else steps.n_bytes(model)
 
 
 def capacity_at(times: StepTimes, traffic: Traffic, n_sequences: int, bound: str) -> CutCapacity:
@@ -260,22 +269,24 @@ def _weakness(other: Candidate, best: Candidate) -> str:
 
 
 def _no_room(
-    model: ModelShape, n_cards: int, card: Card, fits: list[Fit], overhead_bytes: int
+    model: ModelShape, n_cards: int, card: Card, fits: list[Fit], memory: CardMemory
 ) -> InvalidArgument:
     if not fits:
         return InvalidArgument("--gpus", f"{n_cards} cards divide neither the heads nor the layers")
     best = max(fits, key=lambda fit: fit.card_free_bytes)
     missing = -best.card_free_bytes / GIB
-    enough = next((n for n in _CARD_COUNTS if n > n_cards and _fits(model, n, card, overhead_bytes)), None)
+    enough = next((n for n in _CARD_COUNTS if n > n_cards and _fits(model, n, memory)), None)
     advice = f"; it fits {enough}" if enough else ""
+    head = memory.draft_head_bytes
+    beside = f"; the last stage also has {head / GIB:.2f} GiB of the draft head" if head else ""
+    size = card.visible_bytes / GIB
     return InvalidArgument(
         "--gpus",
         f"{model.name} does not fit {n_cards} x {card.name}: with {best.cut.name}, the best cut, the fullest "
         f"card lacks {missing:.2f} GiB ({best.card_weights_bytes / GIB:.2f} GiB of weights and "
-        f"{overhead_bytes / GIB:.2f} GiB of overhead in {card.visible_bytes / GIB:.2f} GiB){advice}",
+        f"{memory.apart_bytes / GIB:.2f} GiB of overhead in {size:.2f} GiB{beside}){advice}",
     )
 
 
-def _fits(model: ModelShape, n_cards: int, card: Card, overhead_bytes: int) -> bool:
-    cuts = enumerate_cuts(model, n_cards)
-    return any(fit_cut(model, cut, card, overhead_bytes=overhead_bytes).fits for cut in cuts)
+def _fits(model: ModelShape, n_cards: int, memory: CardMemory) -> bool:
+    return any(fit_memory(model, cut, memory).fits for cut in enumerate_cuts(model, n_cards))

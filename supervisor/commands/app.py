@@ -194,6 +194,23 @@ def route(
     show_route(fleet, request, as_json=as_json)
 
 
+_DecodeSteps = Annotated[
+    str, typer.Option(help="As of decode workers: plain, or graphs and ahead, which take memory.")
+]
+_MaxBatch = Annotated[
+    int, typer.Option(min=1, help="Sequences in one of those steps; a local head has contexts for two.")
+]
+_DraftModel = Annotated[
+    Path | None, typer.Option(help="A draft head's config.json, or its directory: its memory counts.")
+]
+_Drafter = Annotated[
+    str, typer.Option(help="As of decode workers: service, or local on the first card of the last stage.")
+]
+_KvGib = Annotated[
+    float | None, typer.Option(min=0, max=1e6, help="Also print how many tokens so much KV memory holds.")
+]
+
+
 def plan(
     model: Annotated[Path, typer.Option(help="A config.json, or the directory of a checkpoint.")],
     gpus: Annotated[str, typer.Option(help="The cards, such as 8xh100-80, 8xh200 or 2xa100.")],
@@ -211,13 +228,11 @@ def plan(
     overhead_gib: Annotated[
         float, typer.Option(min=0, max=1e6, help="Of each card: context, communication, activations.")
     ] = 2.5,
-    decode_steps: Annotated[
-        str, typer.Option(help="As of decode workers: plain, or graphs and ahead, which take memory.")
-    ] = "plain",
-    max_batch: Annotated[int, typer.Option(min=1, help="Sequences in one of those steps.")] = 64,
-    kv_gib: Annotated[
-        float | None, typer.Option(min=0, max=1e6, help="Also print how many tokens so much KV memory holds.")
-    ] = None,
+    decode_steps: _DecodeSteps = "plain",
+    max_batch: _MaxBatch = 64,
+    draft_model: _DraftModel = None,
+    drafter: _Drafter = "service",
+    kv_gib: _KvGib = None,
     as_json: AsJson = False,
 ) -> None:
     """Choose how to cut a model over the cards of its nodes, by arithmetic from its config.json alone.
@@ -229,6 +244,8 @@ def plan(
 
     if decode_steps not in ("plain", "graphs", "ahead"):
         raise InvalidArgument("--decode-steps", f"must be plain, graphs or ahead, not {decode_steps!r}")
+    if drafter not in ("local", "service"):
+        raise InvalidArgument("--drafter", f"must be local or service, not {drafter!r}")
     if cached_tokens >= prompt_tokens:
         raise InvalidArgument("--cached-tokens", "must be fewer than --prompt-tokens")
     stated = Traffic(prompt_tokens, cached_tokens, output_tokens)
@@ -240,6 +257,8 @@ def plan(
         overhead_bytes=int(overhead_gib * 2**30),
         decode_steps=decode_steps,
         max_batch=max_batch,
+        draft_model=draft_model,
+        drafter=drafter,
         kv_bytes=None if kv_gib is None else int(kv_gib * 2**30),
         as_json=as_json,
     )

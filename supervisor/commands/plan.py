@@ -14,14 +14,15 @@ from rich.table import Table
 from libs.common.worker_bounds import DEFAULT_BATCH
 from libs.planner.cards import GIB, parse_cards
 from libs.planner.cuts import Cut
+from libs.planner.decode_room import DecodeStepRoom, DraftHeadRoom, read_draft_head
 from libs.planner.fit import IN_BF16, Fit
 from libs.planner.plan import Candidate, Plan, make_plan
 from libs.planner.read_shape import read_shape
-from libs.planner.step_room import DecodeStepRoom
 from libs.planner.times import EFFICIENCY
 from libs.planner.traffic import Traffic
 
 _MOST_ROWS = 20
+LOCAL, SERVICE = "local", "service"  # of `--drafter`
 _HEADINGS = (
     "",
     "cut",
@@ -48,12 +49,17 @@ def show_plan(
     overhead_bytes: int,
     decode_steps: str,
     max_batch: int,
+    draft_model: Path | None,
+    drafter: str,
     kv_bytes: int | None,
     as_json: bool,
 ) -> None:
     """Print the plan. Raises InvalidArgument for what cannot be read, and when no cut fits."""
     n_cards, card = parse_cards(gpus)
     shape = read_shape(model)
+    head = None
+    if draft_model is not None:
+        head = read_draft_head(draft_model, shape, is_local=drafter == LOCAL, max_batch=max_batch)
     plan = make_plan(
         shape,
         n_cards,
@@ -61,6 +67,7 @@ def show_plan(
         traffic=traffic,
         overhead_bytes=overhead_bytes,
         decode_steps=None if decode_steps == "plain" else DecodeStepRoom(max_batch),
+        draft_head=head,
         max_token_s=max_token_s,
     )
     if as_json:
@@ -86,6 +93,7 @@ def plan_document(plan: Plan, kv_bytes: int | None, decode_steps: str = "plain")
         "card_visible_bytes": plan.card.visible_bytes,
         "card_overhead_bytes": plan.overhead_bytes,
         "card_decode_steps_bytes": plan.decode_steps_bytes,
+        "draft_head": _head_document(plan.draft_head),
         "node_free_bytes": _node_free_bytes(plan),
         "host_bytes": plan.chosen.fit.host_bytes,
         "efficiency": EFFICIENCY,
@@ -109,10 +117,31 @@ def plan_document(plan: Plan, kv_bytes: int | None, decode_steps: str = "plain")
 
 
 def decode_arguments(plan: Plan, decode_steps: str) -> dict[str, str]:
-    """The flags that a decode worker takes besides, for the steps whose memory the plan takes off."""
-    if plan.decode_steps is None:
-        return {}
-    return {"decode-steps": decode_steps, "max-batch": str(plan.decode_steps.max_batch)}
+    """The flags that a decode worker takes besides, for steps and a head whose memory the plan counts."""
+    flags: dict[str, str] = {}
+    if plan.decode_steps is not None:
+        flags |= {"decode-steps": decode_steps, "max-batch": str(plan.decode_steps.max_batch)}
+    if plan.draft_head is not None:
+        flags |= {"drafter": LOCAL if plan.draft_head.is_local else SERVICE}
+        flags |= {"max-batch": str(plan.draft_head.max_batch)}
+    return flags
+
+
+def _head_document(head: DraftHeadRoom | None) -> dict[str, Any] | None:
+    """`card_bytes`: of the card of rank 0 of each decode worker, in its last stage."""
+    if head is None:
+        return None
+    return {
+        "name": head.name,
+        "drafter": LOCAL if head.is_local else SERVICE,
+        "weights_bytes": head.memory.weight_bytes,
+        "contexts": head.contexts,
+        "contexts_bytes": head.contexts * head.memory.context_bytes,
+        "proposals_bytes": head.memory.pass_bytes,
+        "features_bytes": head.memory.feature_bytes,
+        "card_bytes": head.card_bytes,
+        "drafter_bytes": 0 if head.is_local else head.head_bytes,
+    }
 
 
 def _cut_document(plan: Plan, candidate: Candidate) -> dict[str, Any]:
@@ -160,9 +189,9 @@ def _runnable_document(plan: Plan) -> dict[str, Any] | None:
 
 
 def _node_free_bytes(plan: Plan) -> int:
-    """What all cards have beside the weights, stored once, the overhead and decode steps."""
+    """What all cards have beside weights and draft head, stored once, the overhead and decode steps."""
     room = plan.card.visible_bytes - plan.overhead_bytes - plan.decode_steps_bytes
-    return plan.n_cards * room - _held_bytes(plan)
+    return plan.n_cards * room - _held_bytes(plan) - plan.draft_head_bytes
 
 
 def _held_bytes(plan: Plan) -> int:
@@ -183,6 +212,7 @@ def _heading(plan: Plan) -> str:
         f"{plan.n_cards} x {card.name}: {card.visible_bytes / GIB:.2f} GiB each, of it "
         f"{plan.overhead_bytes / GIB:.2f} for context, communication and activations{_steps(plan)}; "
         f"{_node_free_bytes(plan) / GIB:.1f} GiB of all are left beside one copy of the weights\n"
+        f"{_head_line(plan)}"
         f"request: {traffic.prompt_tokens:,.0f} tokens ({traffic.cached_tokens:,.0f} cached), "
         f"{traffic.output_tokens:,.0f} tokens of answer; times at {EFFICIENCY:.2f} of the card's ceilings\n"
     )
@@ -195,6 +225,25 @@ def _steps(plan: Plan) -> str:
     room, gib = plan.decode_steps, plan.decode_steps_bytes / GIB
     sizes = f"{room.max_batch} sequences with up to {room.max_draft_tokens} drafts"
     return f" and, by estimate, {gib:.2f} for decode steps as graphs ({sizes})"
+
+
+def _head_line(plan: Plan) -> str:
+    """What a draft head takes, and where; times and rates count no drafts."""
+    head = plan.draft_head
+    if head is None:
+        return ""
+    memory = head.memory
+    features = f"{memory.feature_bytes / GIB:.2f} GiB to make its features"
+    parts = (
+        f"{head.head_bytes / GIB:.2f} GiB ({memory.weight_bytes / GIB:.2f} of weights, "
+        f"{head.contexts * memory.context_bytes / GIB:.2f} of {head.contexts:,} contexts, "
+        f"{memory.pass_bytes / GIB:.2f} of proposals)"
+    )
+    place = "on the first card of each decode worker's last stage"
+    where = (
+        f"{parts} and {features} {place}" if head.is_local else f"{features} {place}; a drafter takes {parts}"
+    )
+    return f"draft head {head.name}, by estimate: {where}; the rates count no drafts\n"
 
 
 def _table(plan: Plan) -> Table:
@@ -308,7 +357,8 @@ def _flags(arguments: Mapping[str, str]) -> str:
 def _batch_note(plan: Plan) -> str:
     """Where a worker with these flags runs fewer sequences in a step than the plan counts."""
     capacity = plan.chosen.capacity
-    batch = DEFAULT_BATCH if plan.decode_steps is None else plan.decode_steps.max_batch
+    room = plan.decode_steps or plan.draft_head
+    batch = DEFAULT_BATCH if room is None else room.max_batch
     n_sequences = 0 if capacity is None else -(-capacity.n_sequences // plan.chosen.fit.cut.replicas)
     if n_sequences <= batch:
         return ""

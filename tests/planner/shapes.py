@@ -40,6 +40,26 @@ SCOUT_CONFIG: dict[str, Any] = {
     },
 }
 
+# A head of Kimi-K2.5 with MLA, in the sizes of nvidia/Kimi-K2.5-Thinking-Eagle3: its config.json by the
+# published description.
+KIMI_HEAD: dict[str, Any] = {
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+    "model_type": "kimi_k2",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 64,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+    "draft_vocab_size": 163840,
+    "rope_theta": 50000.0,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 30, 58], "use_aux_hidden_state": True},
+}
+
 
 def kimi() -> ModelShape:
     return read_shape(KIMI_CONFIG)

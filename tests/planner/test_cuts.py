@@ -13,7 +13,7 @@ from libs.engine.model_spec.config import load_config
 from libs.engine.parallel.sizes import ParallelSizes, check_sizes
 from libs.planner.cards import parse_cards
 from libs.planner.cuts import Cut, cut_stages, enumerate_cuts
-from libs.planner.fit import fit_cut
+from libs.planner.fit import CardMemory, fit_memory
 from libs.planner.kv_cache import cut_of
 from slipstream.errors import InvalidArgument
 from tests.planner.shapes import KIMI_CONFIG, kimi, small_model
@@ -84,8 +84,9 @@ def test_replicas_are_the_cuts_over_fewer_cards(n_cards: int) -> None:
 def test_more_overhead_never_leaves_more_tokens(overhead_bytes: int, more_bytes: int) -> None:
     model, card = _KIMI, parse_cards("8xh100")[1]
     for cut in (Cut(8), Cut(2, 4), Cut(8, kv=8)):
-        less = fit_cut(model, cut, card, overhead_bytes=overhead_bytes + more_bytes)
-        assert less.kv_tokens <= fit_cut(model, cut, card, overhead_bytes=overhead_bytes).kv_tokens
+        memory = CardMemory(card.visible_bytes, overhead_bytes)
+        less = fit_memory(model, cut, replace(memory, overhead_bytes=overhead_bytes + more_bytes))
+        assert less.kv_tokens <= fit_memory(model, cut, memory).kv_tokens
 
 
 @pytest.mark.parametrize(

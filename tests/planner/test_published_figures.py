@@ -11,7 +11,7 @@ from libs.engine.parallel.sizes import parse_sizes
 from libs.planner.cards import GIB, parse_cards
 from libs.planner.cuts import Cut, cut_stages
 from libs.planner.exchanges import ALL_REDUCED
-from libs.planner.fit import fit_cut
+from libs.planner.fit import CardMemory, fit_memory
 from libs.planner.llama4_shape import llama4_shape
 from libs.planner.plan import capacity_at, make_plan
 from libs.planner.times import EFFICIENCY, StepTimes
@@ -48,7 +48,7 @@ def test_memory_of_kimi_on_eight_h100(cut: Cut) -> None:
     card = parse_cards("8xh100-80")[1]
     weights_gib, *tokens_k = _TABLE[cut]
     for overhead_gib, expected in zip((1.5, 2.5, 3.5), tokens_k, strict=True):
-        fit = fit_cut(kimi(), cut, card, overhead_bytes=int(overhead_gib * GIB))
+        fit = fit_memory(kimi(), cut, CardMemory(card.visible_bytes, int(overhead_gib * GIB)))
         assert fit.card_weights_bytes / GIB == pytest.approx(weights_gib, rel=1e-3)
         assert fit.kv_tokens / 1e3 == pytest.approx(expected, rel=0.01)
         assert fit.group_free_bytes / GIB == pytest.approx(637.2 - 554.27 - 8 * overhead_gib, rel=0.01)
@@ -68,9 +68,9 @@ def test_the_published_split_of_another_engine_is_a_reference() -> None:
 def test_a_kv_split_copies_the_projections_of_its_heads() -> None:
     card, overhead_bytes = parse_cards("8xh100-80")[1], int(2.5 * GIB)
     heads_bytes = 61 * 2 * 64 * (1536 * 192 + 512 * 256)  # of q_b_proj and kv_b_proj
-    whole = fit_cut(kimi(), Cut(8), card, overhead_bytes=overhead_bytes)
+    whole = fit_memory(kimi(), Cut(8), CardMemory(card.visible_bytes, overhead_bytes))
     for kv in (2, 4, 8):
-        fit = fit_cut(kimi(), Cut(8, kv=kv), card, overhead_bytes=overhead_bytes)
+        fit = fit_memory(kimi(), Cut(8, kv=kv), CardMemory(card.visible_bytes, overhead_bytes))
         assert fit.card_weights_bytes - whole.card_weights_bytes == heads_bytes * (kv - 1) // 8
         assert fit.kv_tokens == fit.card_free_bytes * kv // 70_272
 
@@ -92,7 +92,7 @@ def test_over_thirty_gib_are_left_on_eight_h100() -> None:
 
 def test_copied_attention_does_not_fit_eight_h100() -> None:
     cut = Cut(8, dp=8)
-    fit = fit_cut(kimi(), cut, parse_cards("8xh100-80")[1], overhead_bytes=int(2.5 * GIB))
+    fit = fit_memory(kimi(), cut, CardMemory(parse_cards("8xh100-80")[1].visible_bytes, int(2.5 * GIB)))
     assert fit.card_weights_bytes / GIB == pytest.approx(79.34, rel=1e-3)
     assert not fit.fits
 

@@ -11,12 +11,11 @@ import torch
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.paced_model import PacedModel
 from libs.engine.core.torch_model import TorchModel
-from libs.engine.eagle.block_config import is_block_head, parse_block_config
+from libs.engine.eagle.block_config import is_block_head
 from libs.engine.eagle.block_head import BlockHead
-from libs.engine.eagle.config import parse_head_config
 from libs.engine.eagle.drafter import MAX_SEQUENCES, ContextHead, DrafterEngine
 from libs.engine.eagle.head import EagleHead
-from libs.engine.eagle.head_memory import local_contexts, read_head_memory
+from libs.engine.eagle.head_memory import local_contexts, parse_draft_config, read_head_memory
 from libs.engine.graphs.buckets import BucketLimits
 from libs.engine.graphs.step_graphs import MAX_GRAPH_BYTES, CudaGraphs, StepGraphs
 from libs.engine.graphs.step_memory import StepMemory, estimate_step_memory
@@ -238,8 +237,7 @@ def build_local_drafter(engine: Engine, head_dir: Path, target_dir: Path) -> Dra
 
 
 def _check_head(head_dir: Path, config: ModelConfig) -> None:
-    raw = read_config_json(head_dir, "draft_model_dir")
-    head = parse_block_config(raw) if is_block_head(raw) else parse_head_config(raw)
+    head = parse_draft_config(read_config_json(head_dir, "draft_model_dir"))
     if (head.hidden_size, head.vocab_size) != (config.hidden_size, config.vocab_size):
         raise InvalidArgument(
             "draft_model_dir",

@@ -18,6 +18,7 @@ import torch
 from libs.common.block_hash import TokenArray
 from libs.engine.eagle.attention import ProjectedRows
 from libs.engine.eagle.context import DraftContext, HeadInputs
+from libs.engine.eagle.head_memory import DRAFTER_CONTEXTS
 from libs.engine.eagle.head_rows import MAX_DRAFTS, KvShape
 from libs.engine.kernels.device import upload
 from libs.engine.step.device_rows import DeviceRows, FeatureArray, join_rows
@@ -25,7 +26,7 @@ from libs.engine.step.draft_head import ContextRows, HeadRows
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS
 from slipstream.errors import InvalidArgument
 
-MAX_SEQUENCES = 1024
+MAX_SEQUENCES = DRAFTER_CONTEXTS
 
 
 class HeadSize(Protocol):

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from libs.engine.eagle.block_config import BlockHeadConfig, is_block_head, parse_block_config
 from libs.engine.eagle.config import GroupedShape, HeadConfig, LatentShape, parse_head_config
-from libs.engine.eagle.head_rows import PADDED_CONTEXTS, KvShape, context_rows
+from libs.engine.eagle.head_rows import PADDED_CONTEXTS, context_rows
 from libs.engine.model_spec.config_json import read_config_json
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS
 
@@ -20,19 +22,30 @@ _ID_BYTES = 8
 _LOGIT_BYTES = 4
 _LOGIT_COPIES = 2  # logits and their probabilities
 _PASS_BYTES = 32 << 20  # activations beside logits
+DRAFTER_CONTEXTS = 1024  # of a drafter's head
 # Sequences that decode beyond a batch wait for a step with their contexts.
 _CONTEXTS_OF_A_BATCH = 2
+# An EAGLE-3 head reads features of so many layers.
+_CHAIN_LAYERS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class HeadMemory:
-    """weight_bytes: of all tensors; context_bytes: of one; pass_bytes: of drafts for the most contexts."""
+    """What a head takes, and what its target takes for it.
+
+    weight_bytes   of all tensors of the head
+    context_bytes  of one context
+    pass_bytes     of drafts for the most contexts
+    feature_bytes  of the projection that makes its features (`FeatureHead`), in the engine of the target
+    """
 
     weight_bytes: int
     context_bytes: int
     pass_bytes: int
+    feature_bytes: int
 
     def n_bytes(self, max_sequences: int) -> int:
+        """Of the head with so many contexts."""
         return self.weight_bytes + max_sequences * self.context_bytes + self.pass_bytes
 
 
@@ -41,25 +54,36 @@ def local_contexts(max_batch: int) -> int:
     return _CONTEXTS_OF_A_BATCH * max_batch
 
 
+def parse_draft_config(raw: Mapping[str, Any]) -> HeadConfig | BlockHeadConfig:
+    """Parse the decoded `config.json` of a head of any kind. Raises InvalidArgument naming the key."""
+    return parse_block_config(raw) if is_block_head(raw) else parse_head_config(raw)
+
+
 def read_head_memory(head_dir: Path, *, value_bytes: int = BF16_BYTES) -> HeadMemory:
-    """Of the head in a directory. Raises InvalidArgument naming a missing or unsupported key.
-
-    value_bytes  of an activation, and of the weights in matrices
-    """
-    raw = read_config_json(head_dir, "draft_model_dir")
-    if is_block_head(raw):
-        block = parse_block_config(raw)
-        weights = _block_bytes(block, value_bytes)
-        return _memory(weights, block.kv_shape, block.vocab_size, block.block_size, value_bytes)
-    head = parse_head_config(raw)
-    return _memory(_chain_bytes(head, value_bytes), head.kv_shape, head.draft_vocab_size, 1, value_bytes)
+    """Of the head in a directory. Raises InvalidArgument naming a missing or unsupported key."""
+    return head_memory(
+        parse_draft_config(read_config_json(head_dir, "draft_model_dir")), value_bytes=value_bytes
+    )
 
 
-def _memory(weight_bytes: int, kv: KvShape, vocab_size: int, rows_each: int, value_bytes: int) -> HeadMemory:
-    context_bytes = context_rows(FEATURE_WINDOW_TOKENS) * kv.row_values * value_bytes
+def head_memory(config: HeadConfig | BlockHeadConfig, *, value_bytes: int = BF16_BYTES) -> HeadMemory:
+    """`value_bytes`: of an activation, and of the weights in matrices."""
+    if isinstance(config, BlockHeadConfig):
+        weight_bytes, n_layers = _block_bytes(config, value_bytes), len(config.target_layers)
+        vocab_size, rows_each, norm_values = config.vocab_size, config.block_size, 0
+    else:
+        weight_bytes, n_layers = _chain_bytes(config, value_bytes), _CHAIN_LAYERS
+        vocab_size, rows_each = config.draft_vocab_size, 1
+        norm_values = n_layers * config.hidden_size if config.fc_norm or config.norm_before_fc else 0
+    context_bytes = context_rows(FEATURE_WINDOW_TOKENS) * config.kv_shape.row_values * value_bytes
     logits = PADDED_CONTEXTS * rows_each * vocab_size * _LOGIT_BYTES * _LOGIT_COPIES
-    # A stack of windows, and its copy with room for drafts: each is about half of the contexts' buffers.
-    return HeadMemory(weight_bytes, context_bytes, PADDED_CONTEXTS * context_bytes + logits + _PASS_BYTES)
+    return HeadMemory(
+        weight_bytes,
+        context_bytes,
+        # A stack of windows, and its copy with room for drafts: each is about half of the contexts' buffers.
+        pass_bytes=PADDED_CONTEXTS * context_bytes + logits + _PASS_BYTES,
+        feature_bytes=n_layers * config.hidden_size**2 * value_bytes + norm_values * _NORM_BYTES,
+    )
 
 
 def _chain_bytes(c: HeadConfig, value_bytes: int) -> int:

@@ -8,10 +8,10 @@ from pathlib import Path
 from libs.common.runtime.memory_limit import memory_limit_bytes
 from libs.engine.model_spec.config import load_config
 from libs.engine.parallel.sizes import ParallelSizes
+from libs.planner.decode_room import DecodeStepRoom
 from libs.planner.fit import CardMemory, HeldForm, HostMemory, Staging
 from libs.planner.kv_cache import kv_cache_bytes
 from libs.planner.read_shape import read_shape
-from libs.planner.step_room import DecodeStepRoom
 
 # fp16 weights are widened to fp32 unless another dtype is asked for.
 _HELD_BYTES = {"float32": 4, "bfloat16": 2, "float16": 4}
@@ -31,8 +31,8 @@ def default_kv_bytes(
     decode_steps: DecodeStepRoom | None = None,
     draft_head_bytes: int = 0,
 ) -> int:
-    """`decode_steps`: of a worker whose decode steps are graphs; `draft_head_bytes`: of its draft head. Both
-    are of a device.
+    """`decode_steps`: of a worker whose decode steps are graphs; `draft_head_bytes`: of its draft head and
+    of what makes features. Both are of a device.
 
     Raises InvalidArgument for an unusable config.json or too little memory. No vision tower is loaded.
     """

@@ -167,8 +167,8 @@ def engine_builder(
 
     def build() -> Engine:
         with unusable_models(options):
-            head_bytes = _local_head_bytes(options) if has_local_head else 0
-            return _torch(options, model_dir, progress, parallel, decode_steps, max_draft_tokens, head_bytes)
+            head = _head_bytes(options, is_local=has_local_head)
+            return _torch(options, model_dir, progress, parallel, decode_steps, max_draft_tokens, head)
 
     return build
 
@@ -186,15 +186,24 @@ def load_local_head(options: EngineSettings, engine: Engine) -> DraftHead:
         return build_local_drafter(engine, options.draft_model, options.model)
 
 
-def _local_head_bytes(options: EngineSettings) -> int:
-    """What the draft head takes of the engine's device; a host has room apart."""
+@dataclass(frozen=True, slots=True)
+class _HeadBytes:
+    """Of the engine's device: a head that runs there, and the projection that makes features of any head."""
+
+    local: int = 0
+    features: int = 0
+
+
+def _head_bytes(options: EngineSettings, *, is_local: bool) -> _HeadBytes:
+    """A host has room apart."""
     if cuda_index(options.device) is None or options.draft_model is None:
-        return 0
+        return _HeadBytes()
     from libs.engine.eagle.head_memory import BF16_BYTES, FP32_BYTES, local_contexts, read_head_memory
 
     value_bytes = FP32_BYTES if options.compute_dtype == "float32" else BF16_BYTES
     memory = read_head_memory(options.draft_model, value_bytes=value_bytes)
-    return memory.n_bytes(local_contexts(options.max_batch))
+    local = memory.n_bytes(local_contexts(options.max_batch)) if is_local else 0
+    return _HeadBytes(local, memory.feature_bytes)
 
 
 def _torch(
@@ -204,11 +213,11 @@ def _torch(
     parallel: ParallelSizes | None,
     decode_steps: DecodeStepsName,
     max_draft_tokens: int,
-    head_bytes: int,
+    head: _HeadBytes,
 ) -> Engine:
     from libs.engine.core.build import EngineOptions, build_engine
     from libs.engine.kernels.device import free_device_bytes
-    from libs.planner.step_room import DecodeStepRoom
+    from libs.planner.decode_room import DecodeStepRoom
     from libs.worker.process.kv_size import default_kv_bytes, worker_memory
 
     memory = worker_memory(
@@ -233,7 +242,7 @@ def _torch(
                 max_context_tokens=options.max_context_tokens,
                 sizes=parallel,
                 decode_steps=None if decode_steps == "plain" else room,
-                draft_head_bytes=head_bytes,
+                draft_head_bytes=head.local + head.features,
             ),
             device=options.device,
             memory_bytes=options.memory_bytes,
@@ -243,8 +252,8 @@ def _torch(
             decode_steps=decode_steps,
             block_tokens=options.block_tokens,
             draft_model_dir=options.draft_model,
-            head_bytes=head_bytes,
-            features_on_device=head_bytes > 0,
+            head_bytes=head.local,
+            features_on_device=head.local > 0,
             max_batch=options.max_batch,
             max_draft_tokens=max_draft_tokens,
             max_context_tokens=options.max_context_tokens,

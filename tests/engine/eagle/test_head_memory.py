@@ -14,6 +14,8 @@ from libs.engine.core.build import build_drafter
 from libs.engine.eagle.context import DraftContext
 from libs.engine.eagle.head_memory import read_head_memory
 from libs.engine.kernels.gpu.triton_kernels import TritonKernels
+from libs.engine.model.feature_head import load_feature_head
+from libs.engine.model_spec.config import load_config
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS
 from tests.engine.eagle.random_heads import WRITERS
 from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
@@ -56,5 +58,7 @@ def test_the_estimate_is_what_a_head_and_its_contexts_hold(
     memory = read_head_memory(tmp_path / "head", value_bytes=dtype.itemsize)
     assert abs(memory.weight_bytes - held_bytes(head)) < _SMALL_BYTES
     like = torch.zeros(1, dtype=kernels.dtype)
+    features = load_feature_head(tmp_path / "head", load_config(tmp_path / "target"), kernels)
+    assert memory.feature_bytes == held_bytes(features)
     assert memory.context_bytes == held_bytes(DraftContext(head.kv_shape, FEATURE_WINDOW_TOKENS, like))
     assert memory.n_bytes(3) == memory.weight_bytes + 3 * memory.context_bytes + memory.pass_bytes

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from libs.planner.cards import parse_cards
+from libs.planner.decode_room import read_draft_head
 from libs.planner.plan import make_plan
 from libs.planner.read_shape import read_shape
 from libs.planner.runnable import cut_refusals
@@ -18,7 +19,7 @@ from slipstream.cli.app import app
 from slipstream.errors import InvalidArgument
 from supervisor.commands.plan import plan_document, shown_cuts
 from tests.engine.model.release_configs import MOONLIGHT
-from tests.planner.shapes import KIMI_CONFIG, kimi
+from tests.planner.shapes import KIMI_CONFIG, KIMI_HEAD, kimi
 
 
 def run(*flags: str, model: Path = KIMI_CONFIG, gpus: str = "8xh100-80") -> str:
@@ -127,6 +128,35 @@ def test_decode_steps_as_graphs_take_memory_of_each_card(tmp_path: Path) -> None
         run("--decode-steps", "fast")
 
 
+@pytest.mark.parametrize("place", ["local", "service"])
+def test_a_draft_head_takes_memory_of_the_card_that_has_it(tmp_path: Path, place: str) -> None:
+    """The bytes are those of `tests/planner/test_draft_heads.py`; of one card, as a worker has one head."""
+    (tmp_path / "config.json").write_text(json.dumps(KIMI_HEAD))
+    head = read_draft_head(tmp_path, kimi(), is_local=place == "local", max_batch=32)
+    flags = ("--draft-model", str(tmp_path), "--drafter", place, "--max-batch", "32")
+    without = json.loads(run("--json", "--max-batch", "32", gpus="8xh200"))
+    found = json.loads(run("--json", *flags, gpus="8xh200"))
+    assert without["draft_head"] is None
+    parts = found["draft_head"]
+    assert (parts["name"], parts["drafter"]) == (tmp_path.name, place)
+    assert parts["card_bytes"] == head.card_bytes == without["node_free_bytes"] - found["node_free_bytes"]
+    whole = parts["weights_bytes"] + parts["contexts_bytes"] + parts["proposals_bytes"]
+    in_card, in_drafter = (whole, 0) if place == "local" else (0, whole)
+    assert parts["card_bytes"] == in_card + parts["features_bytes"] and parts["drafter_bytes"] == in_drafter
+    assert parts["contexts"] == (64 if place == "local" else 1024)
+    free = [
+        {cut["cut"]: (cut["card_free_bytes"], cut["stage_layers"]) for cut in document["cuts"]}
+        for document in (without, found)
+    ]
+    assert free[0]["TP8"][0] - free[1]["TP8"][0] == head.card_bytes
+    assert found["decode_worker_arguments"] == {"drafter": place, "max-batch": "32"}
+    output = run(*flags, gpus="8xh200").replace("\n", " ")
+    assert f"draft head {tmp_path.name}, by estimate: " in output
+    assert f"{head.head_bytes / 2**30:.2f} GiB ({parts['weights_bytes'] / 2**30:.2f} of weights" in output
+    assert ("; a drafter takes " in output) == (place == "service")
+    assert f"A decode worker also takes --drafter={place} --max-batch=32" in output
+
+
 def test_rates_of_more_sequences_than_the_flags_run_are_named(tmp_path: Path) -> None:
     """Kimi-K2.5 serves fewer than 64 at once on these cards, Moonlight with short prompts more."""
     (tmp_path / "config.json").write_text(json.dumps(MOONLIGHT))
@@ -157,6 +187,9 @@ def test_a_trace_sizes_the_fleet(tmp_path: Path) -> None:
         (["--traffic", "/nonexistent"], "--traffic"),
         (["--model", "/nonexistent"], "--model"),
         (["--cached-tokens", "8192"], "--cached-tokens"),
+        (["--draft-model", "/nonexistent"], "--draft-model"),
+        (["--draft-model", str(KIMI_CONFIG)], "--draft-model"),
+        (["--drafter", "remote"], "--drafter"),
     ],
 )
 def test_bad_options_are_named(flags: list[str], named: str) -> None:

@@ -18,12 +18,12 @@ from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.types import Engine
 from libs.planner.cards import parse_cards
 from libs.planner.cuts import Cut
+from libs.planner.decode_room import DecodeStepRoom
 from libs.planner.fit import IN_BF16, CardMemory, HostMemory, Staging, fit_memory
 from libs.planner.kv_cache import cut_of
 from libs.planner.model_shape import ModelShape
 from libs.planner.plan import make_plan
 from libs.planner.read_shape import read_shape
-from libs.planner.step_room import DecodeStepRoom
 from libs.worker.process import kv_size
 from libs.worker.process.kv_size import default_kv_bytes, worker_memory
 from libs.worker.process.settings import DecodeStepsName, ModelUnusable, engine_builder
@@ -209,7 +209,7 @@ def test_the_cache_leaves_room_for_a_draft_head_on_the_device(tmp_path: Path) ->
 def test_a_worker_states_the_room_of_a_local_head(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str, name: str
 ) -> None:
-    """Contexts of two batches, whole; nothing for a head that is elsewhere."""
+    """Contexts of two batches, whole; for a head that is elsewhere what makes its features."""
     stated: list[int] = []
 
     def take(*_: object, draft_head_bytes: int, **__: object) -> int:
@@ -224,23 +224,25 @@ def test_a_worker_states_the_room_of_a_local_head(
     )
     with pytest.raises(ModelUnusable, match="stop"):
         engine_builder(settings, LoadProgress(), has_local_head=place == "local")()
-    is_beside = (place, name) == ("local", "cuda")
-    assert stated == [read_head_memory(tmp_path).n_bytes(14) if is_beside else 0]
+    memory = read_head_memory(tmp_path)
+    wanted = {"local": memory.n_bytes(14) + memory.feature_bytes, "service": memory.feature_bytes}
+    assert memory.feature_bytes > 0 and stated == [wanted[place] if name == "cuda" else 0]
 
 
 @pytest.mark.parametrize("steps", ["plain", "graphs", "ahead"])
-def test_a_worker_states_the_room_of_its_decode_steps(monkeypatch: pytest.MonkeyPatch, steps: str) -> None:
+def test_a_worker_states_the_room_of_its_decode_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: str
+) -> None:
     stated: list[DecodeStepRoom | None] = []
 
     def take(*_: object, decode_steps: DecodeStepRoom | None, **__: object) -> int:
         stated.append(decode_steps)
         raise InvalidArgument("stop", "here")
 
+    write_random_head(tmp_path, RandomHead())
     monkeypatch.setattr(device, "free_device_bytes", lambda name: 1)
     monkeypatch.setattr(kv_size, "default_kv_bytes", take)
-    settings = DecodeSettings(
-        instance="d", model=Path("m"), draft_model=Path("h"), device="cuda", max_batch=7
-    )
+    settings = DecodeSettings(instance="d", model=Path("m"), draft_model=tmp_path, device="cuda", max_batch=7)
     name = cast(DecodeStepsName, steps)
     with pytest.raises(ModelUnusable, match="stop"):
         engine_builder(settings, LoadProgress(), decode_steps=name, max_draft_tokens=3)()
