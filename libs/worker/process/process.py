@@ -2,7 +2,7 @@
 
 Start: bind, alive, health and metrics over HTTP, load, register memory, warm up, announce on a lease, ready.
 End (SIGTERM, SIGINT): out of discovery, not ready, new work refused, what runs gets `drain_s`, exit 0.
-The same signal again, or before the worker is ready: the end at once.
+The same signal again, or before the worker is ready: the end at once. `bounded_end.py` has what hangs.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from libs.common.telemetry.process_metrics import ProcessMetrics
 from libs.common.telemetry.tracing import configure_tracing
 from libs.engine.step.load_progress import LoadProgress
 from libs.worker.process.app import WorkerApp
+from libs.worker.process.bounded_end import BoundedEnd
 from libs.worker.process.settings import ModelUnusable, WorkerSettings
 from slipstream.errors import SlipstreamError
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
@@ -62,7 +63,10 @@ def run_worker(
     options.warn_of_exposed_secrets()
 
     async def main() -> int:
-        return await serve_worker(role, options, make_app(), make_server=make_server)
+        end = BoundedEnd()
+        status = await serve_worker(role, options, make_app(), end, make_server=make_server)
+        await end.finish()
+        return status
 
     try:
         return asyncio.run(main())
@@ -75,7 +79,12 @@ def run_worker(
 
 
 async def serve_worker(
-    role: Role, options: WorkerSettings, app: WorkerApp, *, make_server: MakeServer = grpc.aio.server
+    role: Role,
+    options: WorkerSettings,
+    app: WorkerApp,
+    end: BoundedEnd,
+    *,
+    make_server: MakeServer = grpc.aio.server,
 ) -> int:
     """Serve until a signal stops it. 0 after an orderly end, 1 when the worker broke."""
     log_loop_errors()
@@ -105,7 +114,7 @@ async def serve_worker(
         )
         await stack.enter_async_context(export_metrics(metrics, instance=options.instance))
         discovery = await open_discovery(EtcdAccess.of(options), stack)
-        stack.push_async_callback(app.close)
+        stack.push_async_callback(end.close, app.close)
         await app.open(host.endpoint, discovery, host.request_stop)
         identity = _identity(role, options.instance, app)
         record = _record(role, options, app, endpoint=host.endpoint, incarnation=identity.incarnation)

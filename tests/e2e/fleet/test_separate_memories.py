@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -83,24 +84,54 @@ def test_a_prefix_is_restored_from_the_store_by_another_group(
     until(lambda: restored_from_the_store(cluster, writer, reader), what="a prefix went through the store")
 
 
+class Begun:
+    """A stream at its third token, and its decode worker with the other ranks. The gate must hold both."""
+
+    def __init__(self, cluster: LocalCluster, prompt: str) -> None:
+        self._prompt = prompt
+        self._stream = cluster.client.stream_complete(prompt, session=prompt[:16], **GREEDY)
+        self._events = iter(self._stream)
+        while next(self._events).completion_tokens < 3:
+            pass
+        (self.worker,) = [name for name in DECODERS if cluster.sequences(name)]
+        self.rank_0 = cluster.pid(self.worker)
+        self.others = ranks(self.rank_0)
+
+    def check_continued(self) -> None:
+        for _ in self._events:
+            pass
+        reply = self._stream.reply
+        assert reply.text == expected(self._prompt)
+        assert reply.stats is not None and reply.stats.attempts > 1
+
+
 def test_a_stream_outlives_a_rank_of_its_worker(cluster: LocalCluster) -> None:
     prompt = "The parcel left the depot on Monday, and it is not here yet. " * 9
     with cluster.gate.held(*DECODERS, from_token=10) as gate:
-        stream = cluster.client.stream_complete(prompt, session="loses a rank", **GREEDY)
-        events = iter(stream)
-        while next(events).completion_tokens < 3:
-            pass
-        (worker,) = [name for name in DECODERS if cluster.sequences(name)]
-        rank_0 = cluster.pid(worker)
-        others = ranks(rank_0)
-        os.kill(others[-1], signal.SIGKILL)
-        until(lambda: not any(map(alive, (rank_0, *others))), what="the end of all ranks")
+        begun = Begun(cluster, prompt)
+        os.kill(begun.others[-1], signal.SIGKILL)
+        until(lambda: not any(map(alive, (begun.rank_0, *begun.others))), what="the end of all ranks")
         gate.open()
-    for _ in events:
-        pass
-    assert stream.reply.text == expected(prompt)
-    assert stream.reply.stats is not None and stream.reply.stats.attempts > 1
-    cluster.until_running(worker, but=rank_0)
-    cluster.until_logged(worker, "was killed by signal 9: the worker ends with it")
+    begun.check_continued()
+    cluster.until_running(begun.worker, but=begun.rank_0)
+    cluster.until_logged(begun.worker, "was killed by signal 9: the worker ends with it")
     again = cluster.client.complete(prompt, **GREEDY)
     assert again.text == expected(prompt)
+
+
+def test_a_worker_whose_step_hangs_stops(cluster: LocalCluster) -> None:
+    """A rank that stands still is a step without an end, and a collection without one."""
+    with cluster.gate.held(*DECODERS, from_token=10) as gate:
+        begun = Begun(cluster, "Where is the table that I paid for on the second of May? " * 9)
+        os.kill(begun.others[-1], signal.SIGSTOP)
+        try:
+            gate.open()
+            os.kill(begun.rank_0, signal.SIGTERM)
+            until(lambda: not alive(begun.rank_0), what="the end of rank 0 by one SIGTERM")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(begun.others[-1], signal.SIGCONT)
+    until(lambda: not any(map(alive, begun.others)), what="the end of all ranks")
+    begun.check_continued()
+    cluster.until_logged(begun.worker, "the process ends while threads of it hang")
+    cluster.until_running(begun.worker, but=begun.rank_0)

@@ -1,0 +1,134 @@
+"""A worker that stops ends within seconds, whatever its step and the copies that wait for it do."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemory
+from libs.engine.step.turn_lock import TurnLock
+from libs.worker.engine.page_exporter import PageExporter
+from libs.worker.engine.page_memory import PageMemory
+from libs.worker.process.bounded_end import BoundedEnd
+
+SHORT_S = 0.05
+WAIT_S = 60.0
+
+
+class HungParts:
+    """Parts of pages whose collection waits for a step in progress, as those of a group do."""
+
+    def __init__(self, turn: TurnLock) -> None:
+        self.turn = turn
+        self.waits = threading.Event()
+
+    def collect(self, pages: list[int]) -> None:
+        self.waits.set()
+        with self.turn:
+            pass
+
+
+def exporter_of(parts: HungParts) -> PageExporter:
+    memory = PageAlignedMemory(8 * PAGE_BYTES)
+    info = SimpleNamespace(page_bytes=PAGE_BYTES, n_pages=8)
+    engine: Any = SimpleNamespace(
+        info=info, memory=memory.buffer, memory_address=memory.address, page_parts=parts
+    )
+    transport: Any = SimpleNamespace(add_destination=lambda buffer: None, register=lambda buffer: None)
+    return PageExporter(PageMemory(engine), transport, staging_bytes=4 * PAGE_BYTES)
+
+
+async def finished(end: BoundedEnd) -> list[int]:
+    """The statuses with which `finish` would end the process."""
+    statuses: list[int] = []
+    await end.finish(statuses.append)
+    return statuses
+
+
+async def test_a_collection_that_waits_for_a_hung_step_is_no_reason_to_stay(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    turn = TurnLock()
+    parts, end = HungParts(turn), BoundedEnd(close_s=WAIT_S, threads_s=SHORT_S)
+    with turn:  # the step
+        exporting = asyncio.ensure_future(exporter_of(parts).export([1], is_read=True))
+        await asyncio.to_thread(parts.waits.wait, WAIT_S)
+        exporting.cancel()
+        assert await finished(end) == [1]
+    assert "the process ends while threads of it hang: loop-pool_" in caplog.text
+
+
+async def test_threads_that_end_in_time_leave_the_end_to_the_interpreter() -> None:
+    end = BoundedEnd(close_s=WAIT_S, threads_s=WAIT_S)
+    begun, go = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        go.wait(WAIT_S)
+
+    working = asyncio.ensure_future(asyncio.to_thread(work))
+    await asyncio.to_thread(begun.wait, WAIT_S)
+    with ThreadPoolExecutor(1) as others:  # another pool, with an idle thread
+        others.submit(lambda: None).result(WAIT_S)
+        asyncio.get_running_loop().call_later(SHORT_S, go.set)
+        assert await finished(end) == []
+    await working
+
+
+async def test_a_close_that_hangs_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    end = BoundedEnd(close_s=SHORT_S, threads_s=WAIT_S)
+    await end.close(asyncio.Event().wait)  # type: ignore[arg-type]
+    assert "did not close within 0.05 s" in caplog.text
+    assert await finished(end) == [1]
+
+
+@pytest.mark.parametrize("error", [TimeoutError, ValueError])
+async def test_errors_of_a_close_are_raised(error: type[Exception]) -> None:
+    async def fail() -> None:
+        raise error("of the transport")
+
+    end = BoundedEnd(close_s=WAIT_S, threads_s=WAIT_S)
+    with pytest.raises(error, match="of the transport"):
+        await end.close(fail)
+    assert await finished(end) == []
+
+
+def run(text: str, check: Callable[[subprocess.Popen[bytes]], int]) -> int:
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(text)])
+    try:
+        return check(process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_process_with_a_thread_that_hangs_ends() -> None:
+    """As `run_worker` ends; the interpreter alone would wait for the thread."""
+    text = """
+        import asyncio, threading
+        from libs.worker.process.bounded_end import BoundedEnd
+
+        async def main():
+            end = BoundedEnd(close_s=60, threads_s=0.1)
+            begun = threading.Event()
+
+            def hang():
+                begun.set()
+                threading.Event().wait()
+
+            hanging = asyncio.ensure_future(asyncio.to_thread(hang))
+            await asyncio.to_thread(begun.wait)
+            await end.finish()
+
+        asyncio.run(main())
+    """
+    assert run(text, lambda process: process.wait(WAIT_S)) == 1
