@@ -16,6 +16,10 @@ MAX_UNREAD_HANDOFFS = 3
 # A worker that sends a change for each of 100 steps a second takes 0.02.
 BLOCK_EVENTS_SHARE = 0.1
 BLOCK_EVENTS_BURST_S = 0.5  # a snapshot of about 200,000 new blocks, as measured on one core
+# Files of `slipstream plan` and `slipstream route`, which need no cluster.
+MAX_TRACE_LINES = 10_000_000
+MAX_TRACE_LINE_BYTES = 1 << 20  # a prompt of 256k tokens has 512 hashes
+MAX_ROUTE_FILE_BYTES = 16 << 20
 
 ROWS = (
     ("Other routers whose load a router follows", f"{MAX_FOLLOWED_ROUTERS}", "the load of others is unknown"),
@@ -36,4 +40,10 @@ ROWS = (
         "they wait at the worker, which joins them",
     ),
     ("A file of a secret or certificate", f"{MAX_SECRET_FILE_BYTES} bytes", "refused"),
+    (
+        "A trace of `slipstream plan`: lines / one line",
+        f"{MAX_TRACE_LINES} / {MAX_TRACE_LINE_BYTES} bytes",
+        "refused by name",
+    ),
+    ("A file of `slipstream route`", f"{MAX_ROUTE_FILE_BYTES} bytes", "refused by name"),
 )

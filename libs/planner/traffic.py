@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from libs.common.fleet_bounds import MAX_TRACE_LINE_BYTES, MAX_TRACE_LINES
+from slipstream.credentials.bounded_file import open_regular
 from slipstream.errors import InvalidArgument
 
-_MAX_LINES = 10_000_000
 # Blocks of the published traces (Mooncake): 512 tokens.
 _TRACE_BLOCK_TOKENS = 512
 
@@ -42,20 +43,18 @@ def read_trace(path: Path, option: str = "--traffic") -> Traffic:
     prompts = outputs = cached = 0.0
     last_ms = n_requests = 0
     try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if number > _MAX_LINES:
-                    raise InvalidArgument(option, f"{path} has more than {_MAX_LINES} lines")
-                entry = _entry(line, f"{path}, line {number}", option)
+        with open_regular(path) as file:
+            while line := file.readline(MAX_TRACE_LINE_BYTES + 1):
                 n_requests += 1
+                if n_requests > MAX_TRACE_LINES:
+                    raise InvalidArgument(option, f"{path} has more than {MAX_TRACE_LINES} lines")
+                entry = _entry(line, f"{path}, line {n_requests}", option)
                 prompts += entry["input_length"]
                 outputs += entry["output_length"]
                 last_ms = max(last_ms, entry["timestamp"])
                 cached += _cached_tokens(entry["hash_ids"], seen)
     except OSError as error:
         raise InvalidArgument(option, f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(option, f"{path} is not UTF-8") from error
     if not n_requests:
         raise InvalidArgument(option, f"{path} has no request")
     return Traffic(
@@ -66,9 +65,13 @@ def read_trace(path: Path, option: str = "--traffic") -> Traffic:
     )
 
 
-def _entry(line: str, place: str, option: str) -> dict[str, Any]:
+def _entry(line: bytes, place: str, option: str) -> dict[str, Any]:
+    if len(line) > MAX_TRACE_LINE_BYTES:
+        raise InvalidArgument(option, f"{place}: has more than {MAX_TRACE_LINE_BYTES} bytes")
     try:
-        entry = json.loads(line)
+        entry = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(option, f"{place}: not UTF-8") from error
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(option, f"{place}: not JSON") from error
     numbers = ("timestamp", "input_length", "output_length")

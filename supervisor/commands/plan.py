@@ -20,6 +20,7 @@ from libs.planner.plan import Candidate, Plan, make_plan
 from libs.planner.read_shape import read_shape
 from libs.planner.times import EFFICIENCY
 from libs.planner.traffic import Traffic
+from slipstream.errors import InvalidArgument
 
 _MOST_ROWS = 20
 LOCAL, SERVICE = "local", "service"  # of `--drafter`
@@ -54,7 +55,10 @@ def show_plan(
     kv_bytes: int | None,
     as_json: bool,
 ) -> None:
-    """Print the plan. Raises InvalidArgument for what cannot be read, and when no cut fits."""
+    """Print the plan. Raises InvalidArgument for what cannot be read, and when no cut fits.
+
+    Where no cut has room for a request, the printed cuts say why, and then it raises InvalidArgument, too.
+    """
     n_cards, card = parse_cards(gpus)
     shape = read_shape(model)
     head = None
@@ -72,11 +76,23 @@ def show_plan(
     )
     if as_json:
         print(json.dumps(plan_document(plan, kv_bytes, decode_steps), indent=2))
-        return
-    console = Console(width=200, highlight=False, soft_wrap=True)
-    console.print(_heading(plan), markup=False)
-    console.print(_table(plan))
-    console.print(_conclusion(plan, kv_bytes, decode_steps), markup=False)
+    else:
+        console = Console(width=200, highlight=False, soft_wrap=True)
+        console.print(_heading(plan), markup=False)
+        console.print(_table(plan))
+        console.print(_conclusion(plan, kv_bytes, decode_steps), markup=False)
+    if plan.chosen.capacity is None:
+        raise _no_request_room(plan)
+
+
+def _no_request_room(plan: Plan) -> InvalidArgument:
+    best = max((candidate.fit for candidate in plan.candidates), key=lambda fit: fit.kv_tokens)
+    n_tokens = plan.traffic.prompt_tokens + plan.traffic.output_tokens
+    return InvalidArgument(
+        "--gpus",
+        f"{plan.reason}: it has {n_tokens:,.0f} tokens, and a worker of {best.cut.group_name}, the cut with "
+        f"the most room, holds {best.kv_tokens:,}",
+    )
 
 
 def plan_document(plan: Plan, kv_bytes: int | None, decode_steps: str = "plain") -> dict[str, Any]:

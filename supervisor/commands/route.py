@@ -9,11 +9,13 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from libs.common.fleet_bounds import MAX_ROUTE_FILE_BYTES
 from services.router.placement.decision_json import explanation
 from services.router.placement.fleet_json import fleet_from_json, request_from_json
 from services.router.placement.policy import place
 from slipstream.cli.chat.harmless_text import harmless
 from slipstream.cli.tables import cell
+from slipstream.credentials.bounded_file import read_bounded
 from slipstream.errors import InvalidArgument
 
 _TERMS = (
@@ -83,7 +85,7 @@ def _choice(shown: dict[str, Any]) -> str:
 
 def _read(path: Path, name: str) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_bounded(path, max_bytes=MAX_ROUTE_FILE_BYTES).decode())
     except OSError as error:
         raise InvalidArgument(name, f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -13,6 +13,7 @@ from libs.common.cluster.worker_record import Role
 from libs.common.etcd.access import EtcdAccess
 from libs.common.runtime.settings import check_peers
 from libs.common.transport.open import TransportChoice
+from libs.common.worker_bounds import MAX_CONFIG_BYTES
 from libs.engine.model_spec.config import load_config
 from libs.engine.parallel.limits import group_refusals
 from libs.engine.parallel.sizes import check_sizes, parse_sizes
@@ -89,7 +90,7 @@ def why_no_mooncake() -> str | None:
 
 def _check_model(flag: str, path: Path) -> None:
     try:
-        config = json.loads((path / "config.json").read_bytes())
+        config = json.loads(read_bounded(path / "config.json", max_bytes=MAX_CONFIG_BYTES))
     except OSError as error:
         missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
         why = "is missing" if missing else f"cannot be read: {error.strerror}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from libs.common.fleet_bounds import MAX_TRACE_LINE_BYTES
 from libs.planner.traffic import Traffic, read_trace
 from slipstream.errors import InvalidArgument
 
@@ -49,3 +51,24 @@ def test_a_trace_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidArgument, match="UTF-8"):
         read_trace(tmp_path / "binary")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_a_trace_without_end_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    path = Path("/dev/zero") if kind == "device" else tmp_path / "given"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    with pytest.raises(InvalidArgument, match=r"--traffic: cannot read .*: is no regular file"):
+        read_trace(path)
+
+
+def test_a_line_beyond_its_bound_is_refused_without_its_rest(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    line = b'{"timestamp": 0, "input_length": 1, "output_length": 1}'
+    path.write_bytes(line.ljust(MAX_TRACE_LINE_BYTES - 1) + b"\n" + line)
+    assert read_trace(path).prompt_tokens == 1
+    os.truncate(path, 1 << 40)  # a hole of a tebibyte behind the second line
+    with pytest.raises(InvalidArgument, match=f"line 2: has more than {MAX_TRACE_LINE_BYTES} bytes"):
+        read_trace(path)

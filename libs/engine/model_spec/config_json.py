@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from libs.common.worker_bounds import MAX_CONFIG_BYTES
+from slipstream.credentials.bounded_file import read_bounded
 from slipstream.errors import InvalidArgument
 
 
@@ -23,12 +25,11 @@ def read_config_json(directory: Path, option: str) -> dict[str, Any]:
 def read_json_object(path: Path, option: str, max_bytes: int) -> dict[str, Any]:
     """Read a file of at most `max_bytes` as `read_config_json` does. Errors name the file."""
     try:
-        with path.open("rb") as file:
-            data = file.read(max_bytes + 1)
+        data = read_bounded(path, max_bytes=max_bytes)
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise InvalidArgument(path.name, f"has more than {max_bytes} bytes") from None
         raise InvalidArgument(option, f"cannot read {path}: {error.strerror}") from error
-    if len(data) > max_bytes:
-        raise InvalidArgument(path.name, f"has more than {max_bytes} bytes")
     try:
         raw = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:

@@ -188,6 +188,9 @@ def test_a_trace_sizes_the_fleet(tmp_path: Path) -> None:
         (["--model", "/nonexistent"], "--model"),
         (["--cached-tokens", "8192"], "--cached-tokens"),
         (["--draft-model", "/nonexistent"], "--draft-model"),
+        (["--model", "/dev/zero"], "--model: cannot read /dev/zero: is no regular file"),
+        (["--draft-model", "/dev/zero"], "--draft-model: cannot read /dev/zero: is no regular file"),
+        (["--traffic", "/dev/zero"], "--traffic: cannot read /dev/zero: is no regular file"),
         (["--draft-model", str(KIMI_CONFIG)], "--draft-model"),
         (["--drafter", "remote"], "--drafter"),
     ],
@@ -196,6 +199,22 @@ def test_bad_options_are_named(flags: list[str], named: str) -> None:
     arguments = ["plan", "--model", str(KIMI_CONFIG), "--gpus", "8xh100", *flags]
     with pytest.raises(InvalidArgument, match=named):
         CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_traffic_that_has_room_in_no_cut_is_shown_and_fails(form: tuple[str, ...]) -> None:
+    """The weights fit, and the KV of one such request does not."""
+    flags = ["--model", str(KIMI_CONFIG), "--gpus", "8xh100-80", "--prompt-tokens", "5000000", *form]
+    done = CliRunner().invoke(app, ["plan", *flags])
+    assert isinstance(done.exception, InvalidArgument) and done.exit_code == 1
+    plan = make_plan(kimi(), *parse_cards("8xh100-80"), traffic=Traffic(5_000_000, 0, 1024))
+    most = max(each.fit.kv_tokens for each in plan.candidates)
+    assert "it has 5,001,024 tokens, and a worker of " in done.exception.message
+    assert done.exception.message.endswith(f"the cut with the most room, holds {most:,}")
+    if form:
+        assert json.loads(done.output)["chosen"] == plan.chosen.fit.cut.name
+    else:
+        assert plan.reason in done.output and f" {plan.chosen.fit.cut.name} " in done.output
 
 
 @pytest.mark.parametrize("flag", ["--max-token-ms", "--overhead-gib", "--kv-gib"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from libs.common.fleet_bounds import MAX_ROUTE_FILE_BYTES
 from services.router.placement.decision_json import HEADER_BYTES, header_text
 from services.router.placement.fleet_json import fleet_from_json, request_from_json
 from services.router.placement.policy import place
@@ -140,6 +142,19 @@ def test_a_fleet_that_cannot_serve_says_why(tmp_path: Path) -> None:
     (deep := tmp_path / "deep").write_text("[" * 100_000)
     with pytest.raises(InvalidArgument, match="deep is not JSON"):
         show_route(deep, deep, as_json=False)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "large"])
+def test_a_file_without_bound_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    path = Path("/dev/zero") if kind == "device" else tmp_path / "given"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "large":
+        path.touch()
+        os.truncate(path, MAX_ROUTE_FILE_BYTES + 1)
+    why = f"has more than {MAX_ROUTE_FILE_BYTES} bytes" if kind == "large" else "is no regular file"
+    with pytest.raises(InvalidArgument, match=f"request: {path}: {why}"):
+        show_route(path, path, as_json=False)
 
 
 def test_a_header_is_one_bounded_line_of_a_large_fleet() -> None:
