@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 from libs.common.runtime.malloc import STEP_HEAP_BYTES, keep_freed_memory
 from libs.common.telemetry.logs import configure_logging
@@ -21,9 +22,15 @@ from libs.engine.parallel.shared_pages import SharedPageMemory
 
 log = logging.getLogger(__name__)
 
+# The end of rank 0 closes connections and the input at once, and a loaded machine may show that in any order.
+_INPUT_S = 2.0
+
 
 def main() -> int:
-    """Returns the exit status: 0 at the end of the command stream, 1 after an error, which it logs."""
+    """Returns the exit status: 0 at the end of the command stream, 1 after an error, which it logs.
+
+    An error beside the end of rank 0 is a lost connection, and no line of the log.
+    """
     keep_freed_memory(STEP_HEAP_BYTES)
     for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a container: rank 0 drains and ends
         signal.signal(number, signal.SIG_IGN)
@@ -33,6 +40,7 @@ def main() -> int:
     try:
         follow(options)
     except Exception:
+        time.sleep(_INPUT_S)  # the process ends meanwhile where its input closes
         log.exception("rank %d of %s fails", options.rank, options.sizes)
         return 1
     return 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +65,52 @@ def test_a_rank_logs_in_the_form_of_its_worker(
     assert [(line["service"], line["instance"], line["level"]) for line in lines] == [
         ("rank", "rank-1", "error")
     ]
+
+
+# A rank whose connections break, which it says on its standard output.
+BROKEN_RANK = """
+import os
+from libs.engine.parallel import follower
+
+def break_off(options):
+    print("broken", flush=True)
+    raise RuntimeError("connection closed")
+
+follower.follow = break_off
+os._exit(follower.main())
+"""
+
+
+@pytest.mark.parametrize("is_end", [True, False], ids=["rank 0 ends", "rank 0 goes on"])
+def test_a_connection_that_is_lost_at_the_end_of_rank_0_is_no_error(tmp_path: Path, is_end: bool) -> None:
+    """The input closes a moment after the connection, as on a loaded machine."""
+    options = options_that_fail(tmp_path)
+    rank = subprocess.Popen(
+        [sys.executable, "-c", BROKEN_RANK, "text"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert rank.stdin is not None and rank.stdout is not None and rank.stderr is not None
+    try:
+        rank.stdin.write(options.to_json() + "\n")
+        rank.stdin.flush()
+        assert rank.stdout.readline() == "broken\n"
+        if is_end:
+            rank.stdin.close()
+        status, said = rank.wait(WAIT_S), rank.stderr.read()
+    finally:
+        rank.kill()
+        rank.wait()
+        for stream in (rank.stdin, rank.stdout, rank.stderr):
+            stream.close()
+        for descriptor in (options.store, options.pages):
+            os.close(descriptor)
+    if is_end:
+        assert (status, said) == (0, "")
+    else:
+        assert status == 1 and "rank 0 of tp=2" in said and "RuntimeError" in said
 
 
 def test_a_process_that_configured_nothing_starts_ranks_that_log_text() -> None:
