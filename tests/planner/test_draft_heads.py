@@ -82,7 +82,7 @@ def head_of(tmp_path: Path, kind: str, *, is_local: bool = True, max_batch: int 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_of_a_head_are_those_of_its_tensors_and_contexts(tmp_path: Path, kind: str) -> None:
-    """In bf16, with an embedding of its own; norms in fp32, ids of eight bytes."""
+    """In bf16, with an embedding beside the model's; norms in fp32, ids of eight bytes."""
     _, matrices, norms, ids = KINDS[kind]
     local = head_of(tmp_path, kind, max_batch=48)
     weights = 2 * (values(matrices) + VOCABULARY * H) + 4 * norms + 8 * ids
