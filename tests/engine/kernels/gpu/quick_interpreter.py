@@ -2,7 +2,7 @@
 
 A launch replaces the builtins of triton.language. The interpreter looks for them among all members at each
 launch. It does so again at each call of a device function, where all are replaced already. It also makes a
-table of all types for each array.
+table of all types for each array, and each value of a block unwraps and checks its shape again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from triton.runtime import interpreter
 patch_every_member = interpreter._patch_lang
 table_of_dtypes = interpreter._get_np_dtype
 _scan_members = interpreter._patch_builtin
+checked_block_type, checked_tensor = tl.block_type.__init__, tl.tensor.__init__
 
 
 def _builtin_names(package: Any) -> list[str]:
@@ -29,6 +30,9 @@ _BUILTIN_NAMES = {
     for package in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
 }
 _DTYPES: dict[str, np.dtype[Any]] = {}
+# By shape: as a type has it, its elements, its text, and shape and elements as a tensor has them.
+_SHAPES: dict[tuple[int, ...], tuple[Any, int, str, Any, Any]] = {}
+_NO_SHAPE, _ONE_ELEMENT = tl.tuple([]), tl.constexpr(1)
 
 
 def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
@@ -64,8 +68,40 @@ def np_dtype(dtype: Any) -> np.dtype[Any]:
     return found
 
 
+def init_block_type(self: Any, element_ty: tl.dtype, shape: Any) -> None:
+    """The type of a block. A shape that was checked once is not checked again."""
+    found = _SHAPES.get(_plain(shape))
+    if found is None:
+        checked_block_type(self, element_ty, shape)
+        return
+    self.element_ty = element_ty
+    self.shape, self.numel, text, _, _ = found
+    self.name = f"<{text}, {element_ty}>"
+
+
+def init_tensor(self: Any, handle: Any, type: Any) -> None:
+    """A value of the type. Values of one shape share what describes it."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    if not type.is_block():
+        self.shape, self.numel = _NO_SHAPE, _ONE_ELEMENT
+        return
+    plain = _plain(type.shape)
+    found = _SHAPES.get(plain)
+    if found is None:
+        shape = tl.tuple([tl.constexpr(size) for size in plain])
+        found = _SHAPES[plain] = (type.shape, type.numel, str(type.shape), shape, tl.constexpr(type.numel))
+    *_, self.shape, self.numel = found
+
+
+def _plain(shape: Any) -> tuple[int, ...]:
+    sizes = shape.values if isinstance(shape, tl.tuple) else shape
+    return tuple([size.value if isinstance(size, tl.constexpr) else size for size in sizes])
+
+
 def install() -> None:
     """Take the shorter ways in this process."""
     interpreter._patch_builtin = patch_builtin
     interpreter._patch_lang = patch_lang
     interpreter._get_np_dtype = np_dtype
+    tl.block_type.__init__ = init_block_type
+    tl.tensor.__init__ = init_tensor

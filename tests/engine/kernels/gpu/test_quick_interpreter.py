@@ -76,6 +76,31 @@ def test_programs_compute_and_leave_nothing_replaced() -> None:
     assert builtins() == before
 
 
+@pytest.mark.parametrize("shape", [[1], [16, 32], [tl.constexpr(8), 2], tl.tuple([4, 1, 64])])
+def test_types_and_values_describe_their_shape_as_the_checked_ones(shape: Any) -> None:
+    checked = object.__new__(tl.block_type)
+    quick_interpreter.checked_block_type(checked, tl.float32, shape)
+    for _ in range(2):  # the second is known
+        quick = tl.block_type(tl.float32, shape)
+        assert vars(quick).keys() == vars(checked).keys() and str(quick) == str(checked)
+        assert (quick.element_ty, quick.numel) == (checked.element_ty, checked.numel)
+        assert quick.shape.values == checked.shape.values
+        value, other = tl.tensor("handle", quick), object.__new__(tl.tensor)
+        quick_interpreter.checked_tensor(other, "handle", checked)
+        assert vars(value).keys() == vars(other).keys() and str(value) == str(other)
+        assert value.numel.value == other.numel.value == checked.numel
+    for wrong in ([], [3], [1 << 30]):
+        with pytest.raises((TypeError, ValueError)):
+            tl.block_type(tl.float32, wrong)
+
+
+def test_a_scalar_has_no_shape() -> None:
+    value, other = tl.tensor("handle", tl.int32), object.__new__(tl.tensor)
+    quick_interpreter.checked_tensor(other, "handle", tl.int32)
+    assert vars(value).keys() == vars(other).keys() and str(value) == str(other)
+    assert value.numel.value == other.numel.value == 1
+
+
 SCALARS = [*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES, *tl.dtype.FP_TYPES]
 
 
