@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from dataclasses import replace
@@ -172,28 +173,45 @@ def attend(k: Kernels, plan: BatchPlan, config: ModelConfig, q: torch.Tensor) ->
     return k.attend(q, k.pack_kv_b(kv_b, config), 1, plan, config)
 
 
-@pytest.mark.parametrize("config", [CONFIG, ODD, WIDE], ids=["even", "odd", "many_heads"])
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("form", ["absorbed", "expanded"])
-@pytest.mark.parametrize(
-    ("rows", "contexts"),
-    [([1], [1]), ([1, 1, 4], [700, 33, 1100]), ([5, 130, 1], [5, 2200, 64]), ([97], [4200])],
-)
-def test_attention(
-    kernels: NativeKernels,
-    config: ModelConfig,
-    kv_dtype: str,
-    form: str,
-    rows: list[int],
-    contexts: list[int],
-) -> None:
-    """Contexts within a split, over several, and over several chunks; both forms for every batch."""
+SHAPES = {"even": CONFIG, "odd": ODD, "many_heads": WIDE}
+
+
+@functools.cache
+def attention_of_torch(
+    shape: str, kv_dtype: str, form: str, batch: tuple[tuple[int, int], ...]
+) -> torch.Tensor:
+    """What every variant of the kernels computes, too."""
+    plan, q = attention_case(shape, kv_dtype, form, batch)
+    return attend(TorchKernels(), plan, SHAPES[shape], q)
+
+
+def attention_case(
+    shape: str, kv_dtype: str, form: str, batch: tuple[tuple[int, int], ...]
+) -> tuple[BatchPlan, torch.Tensor]:
+    rows, contexts = (list(each) for each in zip(*batch, strict=True))
+    config = SHAPES[shape]
     plan = plan_of(config, rows, contexts, kv_dtype)
     everything, nothing = np.arange(len(rows), dtype=np.int32), np.zeros(0, np.int32)
     absorbed, expanded = (everything, nothing) if form == "absorbed" else (nothing, everything)
     plan = replace(plan, absorbed=absorbed, expanded=expanded)
-    q = normal(plan.n_rows, config.n_heads, config.qk_head_dim, seed=9)
-    close(attend(kernels, plan, config, q), attend(TorchKernels(), plan, config, q))
+    return plan, normal(plan.n_rows, config.n_heads, config.qk_head_dim, seed=9)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["absorbed", "expanded"])
+@pytest.mark.parametrize(
+    "batch",
+    [((1, 1),), ((1, 700), (1, 33), (4, 1100)), ((5, 5), (130, 2200), (1, 64)), ((97, 4200),)],
+    ids=["one", "decode", "mixed", "long"],
+)
+def test_attention(
+    kernels: NativeKernels, shape: str, kv_dtype: str, form: str, batch: tuple[tuple[int, int], ...]
+) -> None:
+    """Rows and contexts within a split, over several, and over several chunks; both forms for every batch."""
+    plan, q = attention_case(shape, kv_dtype, form, batch)
+    wanted = attention_of_torch(shape, kv_dtype, form, batch)
+    close(attend(kernels, plan, SHAPES[shape], q), wanted)
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
