@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import importlib
+import logging
 import os
 import sys
 from pathlib import Path
@@ -49,9 +50,16 @@ def pytest_collection_finish() -> None:
     """Exempt modules and items, which live until the end, from every later garbage collection.
 
     Kernels of a test that names no number of threads take one: several would wait for cores of other tests.
+    pytest captures a logger that does not propagate by a separate handler, six times a test. torch has forty.
     """
     gc.collect()
     gc.freeze()
     gc.enable()
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+        for name in filter(_is_of_torch, logging.root.manager.loggerDict):
+            logging.getLogger(name).propagate = True
+
+
+def _is_of_torch(logger_name: str) -> bool:
+    return logger_name.partition(".")[0] == "torch"
