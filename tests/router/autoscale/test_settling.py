@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bench.autoscale.hpa import PERIOD_S, HpaController
@@ -70,6 +70,7 @@ class Steps:
 
 
 @settings(max_examples=60)
+@example(base_ms=17.0, sequence_ms=10.0, streams=20, n=3)  # 5.02 workers of 7 sequences: HPA starts 6
 @given(
     base_ms=st.floats(0.1, 200.0),
     sequence_ms=st.floats(0.0, 10.0),
@@ -85,7 +86,8 @@ def test_decode_settles_whatever_a_step_takes(
     assert all(change >= 0 for change in changes) or all(change <= 0 for change in changes)
     assert sizes[-20:] == [sizes[-1]] * 20
     enough = math.ceil(streams / STEP_SEQUENCES)
-    assert 0.9 * sizes[-1] <= enough, "no worker for fewer streams, but for what HPA tolerates"
+    settled = sizes[-1]
+    assert min(0.9 * settled, settled - 1) <= enough, "no more but for what HPA tolerates and rounds up"
     reports = [each.report for each in steps.fleet(sizes[-1]) if each.report is not None]
     total_ms = sum(report.decode_step_ms for report in reports if report.requests_running)
     is_fast = total_ms <= 1.1 * POLICY.aims.step_ms * sizes[-1] + 1e-6
