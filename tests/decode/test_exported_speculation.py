@@ -133,6 +133,7 @@ async def test_another_transport_sends_messages() -> None:
 async def test_without_a_free_slot_features_travel_in_messages() -> None:
     async with rig() as it:
         features = it.decode.core.features
+        await it.nothing_left()  # of the sequence before
         before = it.sent("transport")
         taken = [features.export(b"others") for _ in range(MAX_PROMPT_FEATURES)]
         assert all(taken)
