@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from libs.engine.kernels.gpu.device_plan import absorbed_rows
 from libs.engine.model_spec.plan import BatchPlan
 from libs.engine.step.batch import Int32Array
 from libs.engine.step.padded_rows import padded_rows
@@ -22,7 +23,9 @@ _TILE_VECTORS = 64  # query vectors of a program
 
 @dataclass(frozen=True, slots=True)
 class KvSplits:
-    """tokens [S] i32 of a split of each sequence; of_row [T] i32: the splits with tokens that a row sees.
+    """tokens [S] i32 of a split of each sequence; of_row [A] i32: the splits with tokens that a row sees.
+
+    A are the rows of absorbed sequences.
 
     n_splits  of the sequence with the most; a program whose split begins behind its context does nothing
     most_rows of an absorbed sequence
@@ -71,7 +74,7 @@ def upload_splits(plan: BatchPlan, split_tokens: Int32Array, device: torch.devic
     counts = -(-plan.context_len // split_tokens)
     return KvSplits(
         put(split_tokens),
-        put(splits_of_rows(plan, split_tokens)),
+        put(splits_of_rows(plan, split_tokens)[absorbed_rows(plan)]),
         n_splits=int(counts[plan.absorbed].max()),
         most_rows=int(np.diff(plan.query_start)[plan.absorbed].max()),
     )

@@ -119,7 +119,6 @@ def _split_program(
 def _merge_program(
     parts,
     lse,
-    rows,
     splits_of_row,
     mixed,
     split_stride,
@@ -127,7 +126,7 @@ def _merge_program(
     LORA: tl.constexpr,
     BLOCK_LORA: tl.constexpr,
 ):
-    row = tl.load(rows + tl.program_id(0)).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     at = row * N_HEADS + tl.program_id(1)
     column = tl.arange(0, BLOCK_LORA)
     inside = column < LORA
@@ -163,10 +162,11 @@ def mla_decode(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """Mix the latents of each absorbed sequence: [T, heads, kv_lora] in the dtype of the queries.
+    """Mix the latents of each absorbed sequence: [A, heads, kv_lora] in the dtype of the queries.
 
-    q_latent [T, heads, kv_lora] is contiguous, q_rope [T, heads, rope] a view with unit stride in its last
-    dimension. Rows of other sequences, and of no sequence, stay undefined.
+    q_latent [A, heads, kv_lora] is contiguous, q_rope [A, heads, rope] a view with unit stride in its last
+    dimension; A are the rows of absorbed sequences alone, because each split has an fp32 result of all of
+    them. Rows of no sequence stay undefined.
     """
     n_rows, n_heads, lora = q_latent.shape
     block_tokens = layer_pages.shape[1]
@@ -207,10 +207,9 @@ def mla_decode(
         num_stages=2,
     )
     if n_splits > 1:
-        _merge_program[(plan.absorbed_rows.shape[0], n_heads)](
+        _merge_program[(n_rows, n_heads)](
             parts,
             lse,
-            plan.absorbed_rows,
             splits.of_row,
             mixed,
             n_rows * n_heads,

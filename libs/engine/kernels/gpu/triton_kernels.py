@@ -160,15 +160,13 @@ class TritonKernels:
     def attend(
         self, q: torch.Tensor, kv_b: Packed, layer: int, plan: BatchPlan, config: ModelConfig
     ) -> torch.Tensor:
-        out = q.new_empty(plan.n_rows, config.n_heads, config.v_head_dim)
         pages = plan.cache.pages[:, layer]
+        if not len(plan.expanded):
+            return self._decode(q, kv_b, pages, plan, config).flatten(1)
+        out = q.new_empty(plan.n_rows, config.n_heads, config.v_head_dim)
         if len(plan.absorbed):
-            decoded = self._decode(q, kv_b, pages, plan, config)
             rows = self._on_device(plan).absorbed_rows
-            if len(plan.expanded):
-                out[rows] = decoded[rows]
-            else:
-                out = decoded
+            out[rows] = self._decode(q[rows], kv_b, pages, plan, config)
         for sequence in plan.expanded:
             rows_of = plan.rows_of(sequence)
             out[rows_of] = mla_prefill(
@@ -237,6 +235,7 @@ class TritonKernels:
         plan: BatchPlan,
         config: ModelConfig,
     ) -> torch.Tensor:
+        """q: of the rows of absorbed sequences alone."""
         nope = config.qk_nope_head_dim
         folded = torch.bmm(q[..., :nope].transpose(0, 1), kv_b.uk)
         mixed = mla_decode(
