@@ -30,7 +30,8 @@ class GroupLinks:
         `store`: a file, empty at first, that must stay for as long as this object. `device`: where the
         tensors of this rank are, but for those of `broadcast`.
         """
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
+        for library in ("GLOO", "NCCL"):  # all ranks are on this machine
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         backend = "nccl" if device.startswith("cuda") else "gloo"
         sizes = place.sizes
         dist.init_process_group(
@@ -45,7 +46,8 @@ class GroupLinks:
         self._stage = self._join([place.stage_members() for place in places])
         self._kv = self._join([place.kv_members() for place in places]) if sizes.kv > 1 else None
         self._commands: Any = dist.new_group(backend="gloo", timeout=_IDLE_LIMIT)
-        dist.barrier(group=self._commands)  # no rank reads the store after this
+        # Gloo reads the store no more after this. NCCL does, at the first tensor of each group.
+        dist.barrier(group=self._commands)
         self._sends: list[tuple[Any, torch.Tensor]] = []
 
     def _join(self, groups: Iterable[list[int]]) -> Any:
@@ -68,6 +70,8 @@ class GroupLinks:
     def sum_in_stage(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of the stage's parts, bit for bit the same at all of its ranks and for any number of rows.
 
+        Parts of bf16 travel as they are, and add up in fp32.
+
         An all-reduce adds in an order that depends on an element's place in the buffer. Then a row's value
         would depend on the rows beside it, and drafts would change tokens.
         """
@@ -76,7 +80,7 @@ class GroupLinks:
             return part
         parts = [torch.empty_like(part) for _ in range(n_ranks)]
         dist.all_gather(parts, part.contiguous(), group=self._stage)
-        total = parts[0]
+        total = parts[0].float()
         for other in parts[1:]:
             total += other
         return total

@@ -236,7 +236,7 @@ class RankModel:
         if not len(x):
             return x.new_empty(0, self.config.vocab_size)
         normed = self.kernels.rms_norm(x, self._weights.norm, self.config.rms_norm_eps)  # type: ignore[arg-type]
-        part = self.kernels.linear(normed, self._weights.head)
+        part = self.kernels.logits(normed, self._weights.head)
         return self._links.gather_columns(part, [span.stop - span.start for span in spans])
 
 

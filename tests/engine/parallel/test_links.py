@@ -62,3 +62,18 @@ def test_gathered_columns_stay_on_the_device_of_the_parts(calls: RecordedCalls, 
     else:
         assert gathered is not None and gathered.shape == (2, 9)
         assert (gathered.device, gathered.dtype) == (META, torch.bfloat16)
+
+
+def test_parts_of_bf16_add_up_in_fp32(calls: RecordedCalls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 + 1 is 256 in bf16, so that the sum of seven small parts would be lost."""
+
+    def gather(parts: list[torch.Tensor], own: torch.Tensor, group: object) -> None:
+        assert own.dtype == parts[0].dtype == torch.bfloat16
+        for index, part in enumerate(parts):
+            part.fill_(1.0 if index else 256.0)
+
+    monkeypatch.setattr(dist, "all_gather", gather)
+    own = GroupLinks(RankPlace(0, parse_sizes("tp=8")), "/nowhere", device="cuda:0")
+    total = own.sum_in_stage(torch.ones(2, 3, dtype=torch.bfloat16))
+    assert total.dtype == torch.float32
+    assert total.tolist() == [[263.0] * 3] * 2
