@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +55,7 @@ class CudaGraphs:
         cuda: Any = torch.cuda
         self._stream = cuda.Stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
+        self._failed: list[Any] = []
         self.held_bytes = 0
         self.n_graphs = 0
 
@@ -76,19 +78,31 @@ class CudaGraphs:
                 step()
         except RuntimeError as error:
             log.warning("no CUDA graph of %s, its programs are launched one by one: %s", name, error)
-            torch.cuda.set_stream(current)  # a capture that fails at its end leaves its stream in use
-            # The allocator takes the pool of a failed capture as in use.
-            self._pool = torch.cuda.graph_pool_handle()
+            self._end_failed_capture(graph, current)
             return PlainStep(step)
         self.held_bytes += max(free_bytes - torch.cuda.mem_get_info(self._device)[0], 0)
         self.n_graphs += 1
         captured: StepGraph = graph
         return captured
 
+    def _end_failed_capture(self, graph: Any, current: Any) -> None:
+        """End what a capture leaves that fails at its end: its stream in use, and allocations to its pool.
+
+        While the allocator counts a capture, it frees no cached memory where memory is short.
+        """
+        torch.cuda.set_stream(current)
+        allocator: Any = torch._C
+        with suppress(RuntimeError):  # the capture did not begin, or has ended
+            allocator._cuda_endAllocateToPool(self._device.index, self._pool)
+        self._failed.append(graph)  # the allocator of pinned memory still asks it
+        self._pool = torch.cuda.graph_pool_handle()
+
     def _warm_up(self, step: Callable[[], None], current: Any) -> None:
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_RUNS):
-                step()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(_WARM_RUNS):
+                    step()
+        finally:
+            current.wait_stream(self._stream)
         torch.cuda.synchronize(self._device)

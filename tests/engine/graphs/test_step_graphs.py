@@ -17,10 +17,10 @@ GRAPH_BYTES, LEFT_BYTES = 100, 300
 
 class RecordedStream:
     def __init__(self, device: torch.device) -> None:
-        pass
+        self.waited: list[object] = []
 
     def wait_stream(self, other: object) -> None:
-        pass
+        self.waited.append(other)
 
 
 class RecordedGraph:
@@ -42,6 +42,7 @@ class RecordedCuda:
         self.streams: list[object] = []
         self.pools: list[object] = []
         self.spoiled: list[object] = []
+        self.ended: list[object] = []
 
     def graph_pool_handle(self) -> object:
         self.pools.append(object())
@@ -74,12 +75,18 @@ class RecordedCuda:
     def set_stream(self, stream: object) -> None:
         self.streams.append(stream)
 
+    def end_allocations(self, device: int, pool: object) -> None:
+        if pool not in self.spoiled:
+            raise RuntimeError("not currently recording to mempool_id")
+        self.ended.append(pool)
+
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
     cuda = RecordedCuda()
     for name in ("graph_pool_handle", "graph", "stream", "empty_cache", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", cuda.end_allocations, raising=False)
     monkeypatch.setattr(torch.cuda, "Stream", RecordedStream)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: cuda.current)
@@ -128,6 +135,7 @@ def test_a_step_that_cannot_be_captured_is_called_and_the_next_one_is_captured(
     assert n_calls == before + 1
     assert graphs.n_graphs == 0
     assert recorded.streams == [recorded.current], "steps go on where they ran"
+    assert recorded.ended == recorded.spoiled == recorded.pools[:1], "the allocator counts no capture"
     assert isinstance(graphs.capture("another", lambda: None), RecordedGraph)
     assert graphs.n_graphs == 1
 
@@ -138,4 +146,5 @@ def test_a_step_without_memory_to_warm_up_is_called(recorded: RecordedCuda) -> N
 
     graphs = CudaGraphs(DEVICE)
     assert not isinstance(graphs.capture("a large step", fails), RecordedGraph)
+    assert recorded.current.waited == [graphs._stream], "what the failed run launched comes first"
     assert graphs.n_graphs == 0
