@@ -38,10 +38,14 @@ def open_device(name: str) -> torch.device:
 def free_device_bytes(name: str) -> int | None:
     """Memory that is free on a CUDA device; None for the CPU. Raises as `open_device` does.
 
-    The call leaves a context on the device, so a rank asks of its device alone.
+    What this process has freed counts: torch keeps it, as it does the copies of a layer that is loaded. The
+    call leaves a context on the device, so a rank asks of its device alone.
     """
     device = open_device(name)
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -10,7 +10,12 @@ import torch
 
 from libs.engine.core.build import EngineOptions, build_engine
 from libs.engine.kernels import device as device_module
-from libs.engine.kernels.device import open_device, open_triton_kernels, wait_for_device
+from libs.engine.kernels.device import (
+    free_device_bytes,
+    open_device,
+    open_triton_kernels,
+    wait_for_device,
+)
 from libs.engine.parallel.sizes import parse_sizes
 from slipstream.errors import FailedPrecondition, InvalidArgument
 from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
@@ -78,3 +83,18 @@ def test_a_wait_is_one_for_the_device_that_is_named(monkeypatch: pytest.MonkeyPa
     assert not waited
     wait_for_device(torch.device("cuda", 1))
     assert waited == [torch.device("cuda", 1)]
+
+
+def test_memory_that_torch_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank asks once its weights are there, and the copies that the load made are kept by torch."""
+    free = {"bytes": 100, "kept": 40}
+
+    def empty_cache() -> None:
+        free["bytes"], free["kept"] = free["bytes"] + free["kept"], 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free["bytes"], 1000))
+    assert free_device_bytes("cuda:1") == 140
+    assert free_device_bytes("cpu") is None
