@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,15 @@ class _NoDevice:
         return 0
 
 
-def compile_all() -> list[CompiledProgram]:
-    """Compile the programs of all cases. This process cannot launch programs afterwards."""
+def compile_all(dtype: torch.dtype = torch.bfloat16) -> list[CompiledProgram]:
+    """Compile the programs of all cases with activations of `dtype`.
+
+    This process cannot launch programs afterwards.
+    """
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    from bench.gpu.cases.kernel_cases import kernel_cases
+    from bench.gpu.cases.kernel_cases import FULL, kernel_cases
 
     driver.set_active(_NoDevice())
     seen: dict[str, CompiledProgram] = {}
@@ -64,7 +67,7 @@ def compile_all() -> list[CompiledProgram]:
 
     JITFunction.run = compile_only
     try:
-        for case in kernel_cases():
+        for case in kernel_cases(replace(FULL, dtype=dtype)):
             case_name = f"{case.name}, {case.setting}"
             case.prepare(torch.device("cpu")).run()
     finally:

@@ -16,6 +16,8 @@ from libs.engine.kernels.gpu.device_plan import DevicePlan
 from libs.engine.kernels.gpu.kv_splits import BLOCK_TOKENS, KvSplits
 
 _LOG2_E = math.log2(math.e)
+_SHARED_BYTES = 227 << 10  # of a program on sm_90
+_LEAST_TILE = 16  # of a matrix unit
 
 
 @triton.jit
@@ -148,9 +150,15 @@ def _merge_program(
     tl.store(mixed + at * LORA + column, (acc / total).to(mixed.dtype.element_ty), mask=inside)
 
 
-def _tile_tokens(block_tokens: int) -> int:
-    """The largest power of two of at most 64 tokens that divides a page."""
-    return min(block_tokens & -block_tokens, BLOCK_TOKENS)
+def tile_sizes(n_vectors: int, block_tokens: int, row_bytes: int) -> tuple[int, int]:
+    """Query vectors and tokens of a tile: powers of two, from 16 vectors on; the tokens divide a page.
+
+    Shared memory has the queries of a tile and two tiles of latents. Rows in fp32 as wide as those of
+    DeepSeek's models leave room for small tiles only.
+    """
+    most = BLOCK_TOKENS if 3 * BLOCK_TOKENS * row_bytes <= _SHARED_BYTES else _LEAST_TILE
+    vectors = min(max(triton.next_power_of_2(n_vectors), _LEAST_TILE), most)
+    return vectors, min(block_tokens & -block_tokens, most)
 
 
 def mla_decode(
@@ -171,7 +179,8 @@ def mla_decode(
     n_rows, n_heads, lora = q_latent.shape
     block_tokens = layer_pages.shape[1]
     vectors = splits.most_rows * n_heads
-    block_m = min(max(triton.next_power_of_2(vectors), 16), 64)
+    row_bytes = layer_pages.shape[2] * q_latent.element_size()
+    block_m, block_n = tile_sizes(vectors, block_tokens, row_bytes)
     mixed = torch.empty_like(q_latent)
     n_splits = splits.n_splits
     parts = mixed if n_splits == 1 else mixed.new_empty(n_splits, *mixed.shape, dtype=torch.float32)
@@ -200,7 +209,7 @@ def mla_decode(
         LORA=lora,
         ROPE=q_rope.shape[2],
         BLOCK_M=block_m,
-        BLOCK_N=_tile_tokens(block_tokens),
+        BLOCK_N=block_n,
         BLOCK_LORA=block_lora,
         BLOCK_ROPE=max(triton.next_power_of_2(q_rope.shape[2]), 16),
         num_warps=8 if block_m == 64 else 4,

@@ -110,7 +110,9 @@ def mla_prefill(
     n_tokens, lora = context.shape[0], kv_b.shape[1]
     out = torch.empty(n_rows, n_heads, value, dtype=torch.float32, device=q.device)
     state = torch.empty(n_rows, n_heads, 2, dtype=torch.float32, device=q.device)
-    block_m = min(max(triton.next_power_of_2(n_rows), 16), 128)
+    # Larger tiles of fp32 leave registers, and a device sets memory aside for the spills of all threads.
+    most_rows, block_n = (128, 64) if q.element_size() == 2 else (64, 32)
+    block_m = min(max(triton.next_power_of_2(n_rows), 16), most_rows)
     for start in range(0, n_tokens, chunk_tokens):
         chunk = context[start : start + chunk_tokens]
         expanded = chunk[:, :lora] @ kv_b.T
@@ -135,11 +137,11 @@ def mla_prefill(
             ROPE=head_dim - nope,
             VALUE=value,
             BLOCK_M=block_m,
-            BLOCK_N=64,
+            BLOCK_N=block_n,
             BLOCK_NOPE=max(triton.next_power_of_2(nope), 16),
             BLOCK_ROPE=max(triton.next_power_of_2(head_dim - nope), 16),
             BLOCK_VALUE=max(triton.next_power_of_2(value), 16),
-            num_warps=8 if block_m == 128 else 4,
+            num_warps=8 if block_m == most_rows else 4,
             num_stages=2,
         )
     return out

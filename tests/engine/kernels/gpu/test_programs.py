@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import tests.engine.kernels.gpu.interpreted  # noqa: F401  (before the programs)
 from libs.engine.kernels.gpu.expert_weights import repack_int4
 from libs.engine.kernels.gpu.kv_splits import choose_split_tokens, count_splits
+from libs.engine.kernels.gpu.mla_decode import tile_sizes
 from libs.engine.kernels.gpu.work_list import FEW_PAIRS, build_work_list
 from tests.engine.kernels.gpu.draw_tests import DrawTests
 from tests.engine.kernels.gpu.program_target import ProgramTarget
@@ -87,3 +88,24 @@ def test_no_sequence_has_more_splits_than_programs(
     tokens = choose_split_tokens(context_len, n_splits)
     assert (tokens % 64 == 0).all()
     assert (-(-context_len // tokens) <= n_splits).all()
+
+
+@given(
+    n_vectors=st.integers(1, 200_000),
+    block_tokens=st.integers(1, 16).map(lambda n: 16 * n),
+    row_bytes=st.integers(16, 4600),
+)
+def test_a_tile_fits_in_shared_memory_and_divides_a_page(
+    n_vectors: int, block_tokens: int, row_bytes: int
+) -> None:
+    """Up to latents of 1,150 values in fp32. Those of DeepSeek's models have 576."""
+    vectors, tokens = tile_sizes(n_vectors, block_tokens, row_bytes)
+    assert (vectors + 2 * tokens) * row_bytes <= 227 << 10
+    assert min(vectors, tokens) >= 16
+    assert block_tokens % tokens == 64 % tokens == 0
+
+
+def test_tiles_are_as_large_as_two_bytes_a_value_allow() -> None:
+    assert tile_sizes(64, 64, 2 * 576) == (64, 64)
+    assert tile_sizes(16, 64, 2 * 576) == (16, 64)
+    assert tile_sizes(64, 64, 4 * 576) == (16, 16)

@@ -20,9 +20,7 @@ SHAPE = {"num_hidden_layers": 2, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_grou
 PAGES = [[4, 1, 3], [2, 0, 5]]
 
 
-def batch(
-    rows: list[int], contexts: list[int], *, seed: int, pages: list[list[int]] | None = None
-) -> Batch:
+def batch(rows: list[int], contexts: list[int], *, seed: int, pages: list[list[int]] | None = None) -> Batch:
     n_rows = sum(rows)
     return Batch(
         token_ids=np.random.default_rng(seed).integers(0, 256, n_rows).astype(np.int32),
