@@ -3,7 +3,7 @@
 Kernels against the ceilings of the device and against peers, sampling, whole steps against their floor,
 prefill, accuracy, boot, and tests/gpu. Each section has a budget of time; what does not fit is named.
 Without a device it reports so, compiles the programs for sm_90 where Triton is installed, writes nothing and
-exits with 0. With a device the exit status is that of the tests.
+exits with 0. With a device the exit status is that of the tests. `--only` names sections to measure.
 `--miniature` runs all sections with tiny shapes on the CPU, in Triton's interpreter, and writes nothing.
 """
 
@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,18 @@ def without_device(why: str) -> None:
     print_compiled()
 
 
-def measure(bench: Bench, limit_s: float) -> dict[str, Any]:
+def measure(bench: Bench, limit_s: float, only: Collection[str] = ()) -> dict[str, Any]:
+    """`only`: the names of sections; empty = all of them, and the tests."""
     import triton
 
     from bench.gpu.report import print_left_out, run_report
+    from bench.gpu.sections import SECTIONS
 
-    report = run_report(bench, limit_s, show)
+    names = [section.name for section in SECTIONS]
+    if unknown := sorted(set(only) - set(names)):
+        raise SystemExit(f"--only: no section {', '.join(unknown)}, but {', '.join(names)}")
+    chosen = tuple(section for section in SECTIONS if not only or section.name in only)
+    report = run_report(bench, limit_s, show, chosen, runs_tests=not only)
     print_left_out(report)
     print(f"took {report.seconds:.0f} s; tests/gpu: {report.tests or 'not run'}")
     is_cuda = bench.device.type == "cuda"
@@ -87,6 +94,9 @@ def _options() -> argparse.Namespace:
         "--repeats", type=int, default=30, help="runs, the median counts (default: %(default)s)"
     )
     parser.add_argument("--limit-s", type=float, default=510.0, help="for everything (default: %(default)s)")
+    parser.add_argument(
+        "--only", nargs="+", default=(), help="sections, and no tests (default: all of them, and the tests)"
+    )
     parser.add_argument("--output", type=Path, default=_OUTPUT, help="(default: %(default)s)")
     parser.add_argument("--miniature", action="store_true", help="tiny shapes on the CPU, for tests")
     return parser.parse_args()
@@ -97,7 +107,8 @@ def main() -> int:
     unknown = Ceilings(1.0, 1.0)
     if arguments.miniature:
         os.environ["TRITON_INTERPRET"] = "1"  # before the programs are imported
-        measure(Bench(torch.device("cpu"), 1, unknown, is_miniature=True), arguments.limit_s)
+        bench = Bench(torch.device("cpu"), 1, unknown, is_miniature=True)
+        measure(bench, arguments.limit_s, arguments.only)
         return 0
     try:
         device = open_device(arguments.device)
@@ -110,10 +121,10 @@ def main() -> int:
     if not is_triton_installed():
         print("Triton is missing: pip install 'slipstream-server[gpu]'", file=sys.stderr)
         return 1
-    report = measure(Bench(device, arguments.repeats, unknown), arguments.limit_s)
+    report = measure(Bench(device, arguments.repeats, unknown), arguments.limit_s, arguments.only)
     arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(f"wrote {arguments.output}")
-    return int(report["tests_status"])
+    return int(report["tests_status"] or 0)
 
 
 if __name__ == "__main__":

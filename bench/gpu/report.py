@@ -41,8 +41,9 @@ class DeviceReport:
             self.left_out.append({"section": section.name} | row["left_out"])
 
 
-def total_budget_s() -> float:
-    return CEILINGS.budget_s + sum(section.budget_s for section in SECTIONS) + TESTS_BUDGET_S
+def total_budget_s(sections: tuple[ReportSection, ...] = SECTIONS, *, runs_tests: bool = True) -> float:
+    tests_s = TESTS_BUDGET_S if runs_tests else 0.0
+    return CEILINGS.budget_s + sum(section.budget_s for section in sections) + tests_s
 
 
 def run_report(
@@ -51,10 +52,12 @@ def run_report(
     show: Callable[[Figure], None],
     sections: tuple[ReportSection, ...] = SECTIONS,
     command_of: Callable[[ReportSection, Bench, float], list[str]] | None = None,
+    *,
+    runs_tests: bool = True,
 ) -> DeviceReport:
     """Measure all; budgets shrink together to fit into `limit_s`. Tests run where there is a device."""
-    report, began_s, share = DeviceReport(), time.monotonic(), min(limit_s / total_budget_s(), 1.0)
-    spent_s = 0.0
+    report, began_s, spent_s = DeviceReport(), time.monotonic(), 0.0
+    share = min(limit_s / total_budget_s(sections, runs_tests=runs_tests), 1.0)
     for section in (CEILINGS, *sections):
         spent_s += section.budget_s * share
         if section is not CEILINGS and report.ceilings is None:
@@ -68,7 +71,7 @@ def run_report(
             figure = report.figures.pop()
             report.ceilings = Ceilings(figure["copy_bytes_per_s"], figure["matmul_flops_per_s"])
             bench = replace(bench, ceilings=report.ceilings)
-    if bench.device.type == "cuda":
+    if runs_tests and bench.device.type == "cuda":
         _run_tests(report, spent_s + TESTS_BUDGET_S * share - (time.monotonic() - began_s))
     report.seconds = time.monotonic() - began_s
     return report

@@ -47,6 +47,27 @@ def test_all_budgets_together_are_less_than_nine_minutes() -> None:
     assert total_budget_s() <= 9 * 60 - 25  # set-up of the environment and of Python
 
 
+def test_chosen_sections_share_the_time_of_the_others() -> None:
+    chosen = SECTIONS[:2]
+    wanted = total_budget_s((), runs_tests=False) + sum(section.budget_s for section in chosen)
+    assert total_budget_s(chosen, runs_tests=False) == wanted < total_budget_s(chosen)
+
+
+def test_chosen_sections_are_measured_alone_and_others_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[list[str], bool]] = []
+
+    def record(_bench: Any, _limit_s: float, _show: Any, chosen: Any, *, runs_tests: bool) -> DeviceReport:
+        asked.append(([section.name for section in chosen], runs_tests))
+        return DeviceReport()
+
+    monkeypatch.setattr(report_module, "run_report", record)
+    command.measure(MINIATURE, 60, ("sampling", "kernels"))
+    command.measure(MINIATURE, 60)
+    assert asked == [(["kernels", "sampling"], False), ([section.name for section in SECTIONS], True)]
+    with pytest.raises(SystemExit, match="no section smapling, but kernels"):
+        command.measure(MINIATURE, 60, ("smapling",))
+
+
 def test_figures_and_reasons_are_collected() -> None:
     left = {"left_out": {"case": "b, y", "reason": "no peer"}}
     report = run({"one": printing({"figure": FIGURE}, left)})
