@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 # What all graphs of a worker may hold, and more where the largest step needs it: graphs share their memory.
 MAX_GRAPH_BYTES = 3 << 29
+# What a driver keeps of a graph, beside the pool. Other processes take memory of the device at the same time.
+_MOST_DRIVER_BYTES = 4 << 20
 _WARM_RUNS = 2  # programs are compiled, and libraries allocate, outside of a capture
 
 
@@ -70,7 +72,7 @@ class CudaGraphs:
             self._warm_up(step, current)
             # A capture begins so. What the warm runs left would hide what the graph takes.
             torch.cuda.empty_cache()
-            free_bytes = torch.cuda.mem_get_info(self._device)[0]
+            before = self._taken_bytes()
             # Other threads copy pages meanwhile: their calls must not end the capture.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
@@ -80,10 +82,16 @@ class CudaGraphs:
             log.warning("no CUDA graph of %s, its programs are launched one by one: %s", name, error)
             self._end_failed_capture(graph, current)
             return PlainStep(step)
-        self.held_bytes += max(free_bytes - torch.cuda.mem_get_info(self._device)[0], 0)
+        pool_bytes, device_bytes = (now - then for now, then in zip(self._taken_bytes(), before, strict=True))
+        self.held_bytes += pool_bytes + min(max(device_bytes - pool_bytes, 0), _MOST_DRIVER_BYTES)
         self.n_graphs += 1
         captured: StepGraph = graph
         return captured
+
+    def _taken_bytes(self) -> tuple[int, int]:
+        """By the allocator of this process, and by all processes of the device."""
+        free_bytes, all_bytes = torch.cuda.mem_get_info(self._device)
+        return torch.cuda.memory_reserved(self._device), all_bytes - free_bytes
 
     def _end_failed_capture(self, graph: Any, current: Any) -> None:
         """End what a capture leaves that fails at its end: its stream in use, and allocations to its pool.

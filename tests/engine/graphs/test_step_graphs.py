@@ -12,7 +12,8 @@ import torch
 from libs.engine.graphs.step_graphs import CudaGraphs
 
 DEVICE = torch.device("cuda", 0)
-GRAPH_BYTES, LEFT_BYTES = 100, 300
+GRAPH_BYTES, DRIVER_BYTES, LEFT_BYTES = 100, 20, 300
+ALL_BYTES = 1 << 40
 
 
 class RecordedStream:
@@ -32,10 +33,11 @@ class RecordedGraph:
 
 
 class RecordedCuda:
-    """Each capture takes GRAPH_BYTES. A step that raises fails its capture, and spoils the pool."""
+    """Each capture takes GRAPH_BYTES of the pool. A step that raises spoils the pool of its capture."""
 
     def __init__(self) -> None:
-        self.free_bytes = 1000
+        self.free_bytes = ALL_BYTES
+        self.reserved_bytes = 0
         self.is_capturing = False
         self.left_bytes = 0  # of warm runs, until the allocator gives them back
         self.current = RecordedStream(DEVICE)
@@ -56,7 +58,8 @@ class RecordedCuda:
         self.is_capturing = True
         try:
             yield
-            self.free_bytes -= GRAPH_BYTES
+            self.free_bytes -= GRAPH_BYTES + DRIVER_BYTES
+            self.reserved_bytes += GRAPH_BYTES
         except BaseException:
             self.spoiled.append(pool)
             raise
@@ -91,7 +94,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> RecordedCuda:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: cuda.current)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (cuda.free_bytes, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (cuda.free_bytes, ALL_BYTES))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: cuda.reserved_bytes)
     return cuda
 
 
@@ -102,15 +106,27 @@ def test_a_step_runs_before_it_is_captured(recorded: RecordedCuda) -> None:
     graph = graphs.capture("a step", lambda: seen.append(recorded.is_capturing))
     assert seen == [False, False, True]
     assert isinstance(graph, RecordedGraph)
-    assert (graphs.n_graphs, graphs.held_bytes) == (1, GRAPH_BYTES)
+    assert (graphs.n_graphs, graphs.held_bytes) == (1, GRAPH_BYTES + DRIVER_BYTES)
+
+
+def test_memory_that_another_process_takes_is_not_that_of_graphs(recorded: RecordedCuda) -> None:
+    """Workers of one device load at the same time."""
+
+    def beside_a_load() -> None:
+        recorded.free_bytes -= 1 << 30
+
+    graphs = CudaGraphs(DEVICE)
+    for _ in range(4):
+        assert isinstance(graphs.capture("a step", beside_a_load), RecordedGraph)
+    assert graphs.held_bytes <= 4 * (GRAPH_BYTES + (4 << 20))
 
 
 def test_beyond_its_memory_nothing_is_captured(recorded: RecordedCuda) -> None:
     seen: list[bool] = []
-    graphs = CudaGraphs(DEVICE, max_bytes=2 * GRAPH_BYTES)
+    graphs = CudaGraphs(DEVICE, max_bytes=2 * (GRAPH_BYTES + DRIVER_BYTES))
     for _ in range(3):
         graph = graphs.capture("a step", lambda: seen.append(recorded.is_capturing))
-    assert (graphs.n_graphs, graphs.held_bytes) == (2, 2 * GRAPH_BYTES)
+    assert (graphs.n_graphs, graphs.held_bytes) == (2, 2 * (GRAPH_BYTES + DRIVER_BYTES))
     seen.clear()
     graph.replay()
     assert seen == [False]
