@@ -100,7 +100,7 @@ class CudaGraphs:
         """
         torch.cuda.set_stream(current)
         allocator: Any = torch._C
-        with suppress(RuntimeError):  # the capture did not begin, or has ended
+        with suppress(RuntimeError, AttributeError):  # no capture is counted, or another torch
             allocator._cuda_endAllocateToPool(self._device.index, self._pool)
         self._failed.append(graph)  # the allocator of pinned memory still asks it
         self._pool = torch.cuda.graph_pool_handle()
