@@ -56,6 +56,7 @@ def follow(options: RankOptions) -> None:
             model.move_pages(command)
         else:
             model.run(command)
+    links.close()
 
 
 def _end_with_input() -> None:

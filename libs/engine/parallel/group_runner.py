@@ -190,8 +190,8 @@ class GroupRunner:
         with self._turn, contextlib.suppress(RuntimeError):  # a rank is dead
             send_end(self._links)
             self._broken = self._broken or "the group is closed"
+        self._links.close()  # beside the other ranks, for which NCCL waits
         self.followers.wait()
-        self._links.close()
         os.close(self._model.options.store)
 
 
