@@ -44,7 +44,7 @@ report() {
 part native report 60 "$python" server/native_build.py
 tests step_graphs 150 tests/gpu/test_step_graphs.py
 tests draft_heads 90 tests/gpu/test_draft_heads.py
-tests page_copies 30 tests/gpu/test_cuda_memory.py -k "launched_step or checksum or reports_its_bytes"
+tests page_copies 30 tests/gpu/test_cuda_memory.py -k "launched_step or checksum or reports_its_bytes or refuses"
 report steps 130 steps_moonlight steps_kimi_k25_8_layers
 tests programs 60 tests/gpu/test_programs.py
 tests models 60 tests/gpu/test_kernels.py
