@@ -132,6 +132,21 @@ def test_a_step_that_waits_is_not_captured_and_still_runs(runner: ModelRunner) -
     assert graphs.n_graphs == 2
 
 
+def test_after_a_failed_capture_memory_that_is_short_is_freed(runner: ModelRunner) -> None:
+    """The allocator frees what it keeps while it counts no capture."""
+    device = runner.cache.pages.device
+    values = torch.zeros(3, device=device)
+
+    def waits() -> None:
+        values.add_(float(values.sum()))
+
+    CudaGraphs(device).capture("a step that waits", waits)
+    torch.cuda.empty_cache()
+    free_bytes = torch.cuda.mem_get_info(device)[0]
+    for share in (0.5, 0.6, 0.7):  # each is larger than what the one before left in the allocator
+        torch.empty(int(share * free_bytes), dtype=torch.uint8, device=device)
+
+
 @contextmanager
 def refused_waits() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
