@@ -97,8 +97,8 @@ class PagedEngine:
     def page_parts(self) -> PageParts | None:
         return self.model.page_parts
 
-    def read_page(self, page: int) -> memoryview:
-        return self._copies.read(page)
+    def read_page(self, page: int, *, has_landed: bool = False) -> memoryview:
+        return self._copies.read(page, has_landed=has_landed)
 
     # ---- life of a sequence
 

@@ -4,6 +4,9 @@ On a device a copy to the host runs on a stream of these copies alone. It waits 
 cache that came before it, and not for the steps that were launched since. The steps that wrote the page have
 ended: the engine names its block to others only then.
 
+A transport copies from the host on the device's default stream, and small copies go on when its call returns.
+So the read of a page that has just landed waits for that stream, with the steps that are on it.
+
 Where several processes have parts of the pages, each copy is theirs, and pages pass through the host.
 """
 
@@ -46,14 +49,17 @@ class PageCopies:
         if self._copied is not None:
             self._copied.record(self._cuda.current_stream(self._memory.device))
 
-    def read(self, page: int) -> memoryview:
-        """The bytes of one page: a view of host memory, or a copy of device memory."""
+    def read(self, page: int, *, has_landed: bool = False) -> memoryview:
+        """The bytes of one page: a view of host memory, or a copy of device memory.
+
+        `has_landed`: a transport wrote the page, by copies that may still run on the device.
+        """
         if self._parts is not None:
             self._parts.collect([page])
         content = self._memory[self._span(page)]
         if isinstance(content, memoryview):
             return content
-        with self._behind_copies():
+        with self._behind_copies(has_landed=has_landed):
             return memoryview(content.cpu().numpy())
 
     def take(self, pages: Sequence[int]) -> None:
@@ -61,9 +67,11 @@ class PageCopies:
         if self._parts is not None:
             self._parts.take(pages)
 
-    def _behind_copies(self) -> AbstractContextManager[Any]:
+    def _behind_copies(self, *, has_landed: bool) -> AbstractContextManager[Any]:
         if self._stream is None:
             return nullcontext()
+        if has_landed:
+            self._stream.wait_stream(self._cuda.default_stream(self._memory.device))
         self._stream.wait_event(self._copied)
         entered: AbstractContextManager[Any] = self._cuda.stream(self._stream)
         return entered

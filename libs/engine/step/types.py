@@ -222,9 +222,11 @@ class Engine(Protocol):
         """None: `memory` has each page as steps wrote it. Else only its `collect` brings the page there."""
         ...
 
-    def read_page(self, page: int) -> memoryview:
+    def read_page(self, page: int, *, has_landed: bool = False) -> memoryview:
         """The bytes of a page whose blocks outputs have named: a view of the host's memory, or a copy of a
         device's. Waits for no step that was launched since, but with `page_parts` for the one that runs.
+
+        `has_landed`: a transport wrote the page, and no step. On a device this waits for launched steps, too.
         """
         ...
 

@@ -43,17 +43,21 @@ class PageMemory:
         """Address of the page's first byte."""
         return self.address + page * self.page_bytes
 
-    def page(self, page: int) -> memoryview:
-        """The bytes of one page: a view of host memory, or a copy of device memory."""
+    def page(self, page: int, *, has_landed: bool = False) -> memoryview:
+        """The bytes of one page: a view of host memory, or a copy of device memory.
+
+        `has_landed`: a read of the transport wrote it, and nothing else since.
+        """
         if isinstance(self.memory, memoryview):
             return self.memory[page * self.page_bytes : (page + 1) * self.page_bytes]
-        return self._engine.read_page(page)
+        return self._engine.read_page(page, has_landed=has_landed)
 
-    def checksum(self, page: int) -> bytes:
-        """The checksum of one page, computed in the caller's thread; of a device's page by a copy."""
+    def checksum(self, page: int, *, has_landed: bool = False) -> bytes:
+        """The checksum of one page, computed in the caller's thread; of a device's page by a copy. See
+        `page`."""
         if self.is_on_host:
             return self._checksum.at(self.address_of(page), self.page_bytes)
-        return self._checksum.of(self.page(page))
+        return self._checksum.of(self.page(page, has_landed=has_landed))
 
     def copy(self, page: int, address: int) -> bytes:
         """Copy one page to host memory at `address`. Returns the checksum of the page, not of the copy."""

@@ -198,7 +198,8 @@ class _LandingBlocks:
         """Compare the checksums of a read that has landed. Called on a thread of the transport."""
         first = self._first_of[op]
         for index in range(first, first + op.n_bytes // self._memory.page_bytes):
-            if self._memory.checksum(self._blocks[index].page) == self._blocks[index].checksum:
+            block = self._blocks[index]
+            if self._memory.checksum(block.page, has_landed=True) == block.checksum:
                 self.good.add(index)
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.advance)

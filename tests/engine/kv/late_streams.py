@@ -32,6 +32,10 @@ class LateStream:
     def synchronize(self) -> None:
         self.run_to(len(self._work))
 
+    def wait_stream(self, other: LateStream) -> None:
+        end = len(other._work)
+        self.launch(lambda: other.run_to(end))
+
     def wait_event(self, event: LateEvent) -> None:
         stream, end = event.stream, event.end
         if stream is not None:
@@ -57,6 +61,7 @@ class LateCuda:
         for name, value in (("Stream", LateStream), ("Event", LateEvent), ("stream", self.stream)):
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self._current)
+        monkeypatch.setattr(torch.cuda, "default_stream", lambda device: self.steps)
 
     @contextmanager
     def stream(self, stream: LateStream) -> Iterator[None]:

@@ -45,3 +45,12 @@ def test_a_read_sees_the_copies_that_were_made_before_it(cuda: LateCuda) -> None
     memory[page_of(memory, 0)] = 9
     copies.copy([(0, 1), (1, 3)])
     assert bytes(copies.read(3)) == bytes([9] * PAGE_BYTES)
+
+
+def test_a_read_of_a_landed_page_waits_for_the_copies_of_the_transport(cuda: LateCuda) -> None:
+    """A transport's copy of a few bytes goes on when its call has returned."""
+    memory = cuda.memory(4 * PAGE_BYTES)
+    copies = PageCopies(memory, PAGE_BYTES)
+    memory[page_of(memory, 2)] = 8  # by the transport, on the default stream
+    assert bytes(copies.read(2, has_landed=True)) == bytes([8] * PAGE_BYTES)
+    assert cuda.current is cuda.steps

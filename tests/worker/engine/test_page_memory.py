@@ -65,6 +65,22 @@ async def test_checksums_of_device_pages_equal_those_of_a_host_copy(
     assert on_device.checksum(1) == on_host.checksum(1)
 
 
+@pytest.mark.parametrize("has_landed", [False, True])
+async def test_a_landed_page_of_a_device_is_read_behind_the_transport(
+    cache: PagedLatentCache, has_landed: bool
+) -> None:
+    asked: list[tuple[int, bool]] = []
+    engine = engine_of(cache, DeviceTensorStub(torch.frombuffer(cache.memory, dtype=torch.uint8), []))
+
+    def read_page(page: int, *, has_landed: bool) -> memoryview:
+        asked.append((page, has_landed))
+        return memoryview(bytes(cache.page_bytes))
+
+    engine.read_page = read_page
+    PageMemory(engine).checksum(2, has_landed=has_landed)
+    assert asked == [(2, has_landed)]
+
+
 async def test_a_worker_registers_the_memory_of_its_cache(cache: PagedLatentCache) -> None:
     transport = SocketTransport()
     try:
