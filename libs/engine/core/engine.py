@@ -100,6 +100,9 @@ class PagedEngine:
     def read_page(self, page: int, *, has_landed: bool = False) -> memoryview:
         return self._copies.read(page, has_landed=has_landed)
 
+    def close(self) -> None:
+        self.model.close()
+
     # ---- life of a sequence
 
     @locked

@@ -98,6 +98,9 @@ class FakeModel:
         )
         return StepResult(tokens, logprobs, features, scores)
 
+    def close(self) -> None:
+        """Do nothing: the model has no other process."""
+
     def token_after(self, history: TokenArray, params: SamplingParams, state: bytes | None = None) -> int:
         """The token that this model emits after `history`."""
         if self._next_token is not None:

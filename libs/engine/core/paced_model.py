@@ -48,3 +48,6 @@ class PacedModel:
         result = self.model.run(batch, rows, stop)
         self._sleep(max(self._least_step_s - (self._clock() - began_s), 0.0))
         return result
+
+    def close(self) -> None:
+        self.model.close()

@@ -97,6 +97,9 @@ class TorchModel:
     def page_parts(self) -> PageParts | None:
         return self._runner.page_parts
 
+    def close(self) -> None:
+        self._runner.close()
+
     @property
     def kernels(self) -> Kernels:
         """The kernels of the model, for a draft head on the same thread."""

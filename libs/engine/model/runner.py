@@ -137,6 +137,9 @@ class ModelRunner:
         """The kernels of the model, for a draft head on the same thread."""
         return self.decoder.kernels
 
+    def close(self) -> None:
+        """Do nothing: the runner has no other process, as a group has."""
+
     @torch.inference_mode()
     def forward(self, batch: Batch, stop: StopFlag | None = None) -> ForwardOutput:
         """Write the latents of all rows into the cache; return the wanted logits, features and scores.

@@ -78,6 +78,7 @@ class GroupRunner:
         self._rope = Rope(model.config)
         self._turn = TurnLock()
         self._on_death: Callable[[str], None] = end_process
+        self._is_closed = False
         self._broken = ""  # the error after which the ranks no longer agree
 
     @classmethod
@@ -185,7 +186,10 @@ class GroupRunner:
                 raise GroupBroken(self._broken) from error
 
     def close(self) -> None:
-        """End the other ranks in order. A process that just ends takes them with it."""
+        """End the other ranks in order. A process that just ends takes them with it. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         self.followers.expect_end()
         with self._turn, contextlib.suppress(RuntimeError):  # a rank is dead
             send_end(self._links)

@@ -94,6 +94,10 @@ class StepModel(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """End other processes of the model. No step runs or follows; `memory` stays. Idempotent."""
+        ...
+
 
 class PendingStep(Protocol):
     """A step that was launched."""

@@ -230,6 +230,10 @@ class Engine(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """End other processes of the model. No other call but of `memory` follows. Idempotent."""
+        ...
+
     def reserve(self, spec: SequenceSpec) -> PageReservation:
         """Reserve pages for the context and one more token, reusing cached prefix blocks.
 

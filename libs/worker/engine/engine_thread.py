@@ -211,6 +211,7 @@ class EngineThread:
         try:
             while self._run_iteration(engine):
                 pass
+            engine.close()
         except BaseException as error:
             log.exception("the engine is broken")
             self._post(self._loop, self._listener.on_broken, error)

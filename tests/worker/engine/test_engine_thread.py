@@ -122,6 +122,16 @@ async def test_calls_after_stop_raise_unavailable() -> None:
     await stopping
 
 
+async def test_the_thread_closes_the_engine_after_its_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, calls = build_fake_engine(n_pages=8), list[str]()
+    monkeypatch.setattr(engine.model, "close", lambda: calls.append("close"), raising=True)
+    thread = EngineThread(lambda: engine, Listener())
+    await thread.start()
+    await thread.call(lambda _: calls.append("command"))
+    await thread.stop()
+    assert calls == ["command", "close"]
+
+
 class FlakyEngine(PagedEngine):
     """An engine whose steps fail a given number of times."""
 
