@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.engine.sampling.counter_rng import uniform
+from libs.engine.sampling.device_draws import DrawParameters, samples_on_device
 from libs.engine.sampling.sampler import sample
 from libs.engine.step.step_model import BAD_TOKEN, SequenceRows
 from libs.engine.step.types import SamplingParams
+from slipstream.sampling import SAMPLING_DEFAULTS, SAMPLING_RANGES
 
 VOCAB = 40
 
@@ -214,3 +217,13 @@ def test_uniforms_are_uniform_over_seeds_and_over_indices() -> None:
         assert all(0 <= u < 1 for u in draws)
     assert abs(np.corrcoef(by_seed, by_index)[0, 1]) < 0.06
     assert uniform(2**64 + 3, 1) == uniform(3, 1) != uniform(3, 2)
+
+
+@pytest.mark.parametrize("name", SAMPLING_RANGES)
+def test_a_graph_applies_each_parameter_or_leaves_its_rows_to_the_sampler(name: str) -> None:
+    """`choose_tokens` ignores what `DrawParameters` lacks, so such rows must not reach it."""
+    row = SAMPLING_RANGES[name]
+    value = row.high if row.high != SAMPLING_DEFAULTS[name] else row.low
+    params = replace(SamplingParams(), **{name: int(value) if row.whole else value})
+    applied = {each.name.removesuffix("_log") for each in fields(DrawParameters)}
+    assert samples_on_device(make_rows(params, output=(1,))) is (name in applied)
