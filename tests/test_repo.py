@@ -34,6 +34,8 @@ LONG_FUNCTIONS = {
     "libs/engine/kernels/gpu/mla_decode.py": "a Triton kernel is one function; its launch names 26 arguments",
     "libs/engine/kernels/gpu/mla_prefill.py": "a Triton kernel is one function",
 }
+# Names in docs that look like classes here: of systemd, and of OpenAI's client.
+FOREIGN_CLASSES = {"LimitMEMLOCK", "LengthFinishReasonError"}
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 PRODUCT = ("services", "libs", "slipstream", "supervisor")
 OWN_CODE = (*PRODUCT, "bench", "models")
@@ -136,6 +138,32 @@ def test_a_method_of_another_class_in_the_chains_is_found() -> None:
         "DecodeClient.push",
         "OutputProcessor.dispatch",
     }
+
+
+@functools.cache
+def _words_of_code() -> frozenset[str]:
+    """The words of all sources outside of backticks, and of the contract."""
+    sources = [*_own_sources(), *(ROOT / "protos").rglob("*.proto")]
+    return frozenset(
+        word for path in sources for word in re.findall(r"\w+", re.sub(r"`[^`\n]+`", "", path.read_text()))
+    )
+
+
+def _lost_classes(text: str) -> set[str]:
+    """The class names of a text's backticks that are nowhere in the code."""
+    named = set(re.findall(r"`([A-Z][a-z]+[A-Z]\w*)", text))
+    return named - _words_of_code() - FOREIGN_CLASSES
+
+
+def test_classes_that_docstrings_and_docs_name_exist() -> None:
+    texts = {path: path.read_text() for path in [*_own_sources(), *DOCS] if path != Path(__file__)}
+    lost = {str(path.relative_to(ROOT)): _lost_classes(text) for path, text in texts.items()}
+    assert {path: names for path, names in lost.items() if names} == {}
+
+
+def test_a_class_that_is_nowhere_is_found() -> None:
+    gone = "Request" + "Surround"
+    assert _lost_classes(f"`{gone}` guards what `RequestMiddleware` and `{gone}.serve` do.") == {gone}
 
 
 def test_make_verbs_in_docs_exist() -> None:

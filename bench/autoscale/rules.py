@@ -84,7 +84,7 @@ class DynamoPlanner:
     """The two loops of Dynamo's documents, as far as these state them; periods and floors are our reading.
 
     The load loop moves a tier by one: up when the estimate of every engine is above the limit, down when
-    every one is below `SENSITIVITY` of it; it waits while a worker starts. The throughput loop predicts the
+    every one is below `sensitivity` of it; it waits while a worker starts. The throughput loop predicts the
     last interval's traffic once more, and its result is a floor.
     """
 

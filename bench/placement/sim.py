@@ -1,6 +1,6 @@
 """Prefill and decode workers on a virtual clock, for any rule that places requests.
 
-The workers are in placement_prefill.py and placement_decode.py. Times carry a few percent of seeded noise.
+The workers are in prefill.py and decode.py. Times carry a few percent of seeded noise.
 """
 
 from __future__ import annotations

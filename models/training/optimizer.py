@@ -31,7 +31,7 @@ def orthogonalize(update: Tensor) -> Tensor:
 
 
 class Optimizer:
-    """`parameters`: name -> parameter. Matrices that `uses_muon` names take Muon, others AdamW."""
+    """`parameters`: name -> parameter. Matrices that `muon_names` names take Muon, others AdamW."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ def bins_of(ages: Ints) -> Ints:
 
 
 class ReuseModel:
-    """Learns from waits that end (`record`) and from those that go on (`learn`)."""
+    """Learns from waits that end (`record`) and from those that go on (`learn_if_due`)."""
 
     def __init__(self, history: History) -> None:
         self._history = history

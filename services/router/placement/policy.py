@@ -5,7 +5,7 @@ prices: `pricing.py`), and the cheapest is chosen:
 
     prefill p, KV from s   wait for the prompts served first + prefill(what neither p nor s holds)
                            + load(what s holds) + delay of the prompts served later; s is a kvstore or a peer
-    decode d               transfer(bytes that d lacks) + wait for pages
+    decode d               transfer(bytes that d lacks) + wait for pages or a place
                            + weight x (own steps + delay of the batch)
     local, d alone         both on d, without a transfer; the sequences of d stand still meanwhile
 

@@ -1,5 +1,8 @@
-"""Clients on real sockets that read an event stream slower than it comes, or stop: what waits is bounded,
-joined and parked, then they are cut off, and nobody else feels it. gRPC: test_wire_slow_readers.py."""
+"""Clients on real sockets that read an event stream slower than it comes, or stop.
+
+What waits for them is bounded, joined and parked. Then they are cut off, and other streams go on. The same
+over gRPC is in ../rpc/test_slow_readers.py.
+"""
 
 from __future__ import annotations
 
