@@ -7,9 +7,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slipstream.errors import NotFound
-from slipstream.rpc.tls import TlsFiles
+
+if TYPE_CHECKING:
+    from slipstream.rpc.tls import TlsFiles
 
 RECORD_FILE = "cluster.json"
 LOCK_FILE = "lock"
@@ -77,6 +80,8 @@ class ClusterRecord:
         """The files by which the supervisor talks to its processes; None without mutual TLS."""
         if not self.tls:
             return None
+        from slipstream.rpc.tls import TlsFiles  # with gRPC, which a command without calls does not load
+
         ca, certificate, key = (Path(self.tls[name]) for name in ("ca", "certificate", "key"))
         return TlsFiles(ca, certificate, key, self.tls.get("server_name", ""))
 

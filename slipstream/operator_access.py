@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import getpass
 import os
-import re
 from pathlib import Path
 
 from slipstream.cluster_record import read_record, secret_file
+from slipstream.credentials.user_name import user_name
 from slipstream.errors import InvalidArgument, NotFound
 from slipstream.rpc.api_key import ApiKeyCredential
 from slipstream.rpc.caller_class import CallerClass
@@ -73,12 +72,3 @@ def _certificates_of(run_dir: Path) -> TlsFiles | None:
         return read_record(run_dir).tls_files()
     except NotFound:  # the command itself says so where it needs a running cluster
         return None
-
-
-def user_name() -> str:
-    """The user that runs the command, as logs name it."""
-    try:
-        name = getpass.getuser()
-    except (KeyError, OSError):  # an id without a name
-        name = str(os.getuid())
-    return re.sub(r"[^A-Za-z0-9._-]", "_", name)[:64] or "operator"

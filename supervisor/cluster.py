@@ -31,7 +31,7 @@ from slipstream.cluster_record import ClusterRecord, ProcessRecord, secret_file
 from slipstream.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unauthenticated
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.tls import TlsFiles
-from supervisor import process_stats, run_directory
+from supervisor import drain_marks, process_stats, run_directory
 from supervisor.configuration.config_check import check_config, exposed_secrets, idle_drafters
 from supervisor.configuration.plan import (
     ETCD,
@@ -161,7 +161,7 @@ class ClusterSupervisor:
         check_config(self._config)
         ClusterSecret.keep_in(secret_file(self._config.run_dir))
         self._say_what_starts()
-        run_directory.forget_drained(self._config.run_dir)
+        drain_marks.forget_drained(self._config.run_dir)
         self._logs = ProcessLogs(
             self._config.run_dir / "logs",
             on_problem=self._problems,
@@ -240,7 +240,7 @@ class ClusterSupervisor:
 
     def drained_by(self, plan: ProcessPlan) -> str:
         """Who drained the process, by its mark in the run directory."""
-        return run_directory.drained_by(self._config.run_dir, plan.instance)
+        return drain_marks.drained_by(self._config.run_dir, plan.instance)
 
     def died(self, plan: ProcessPlan, incarnation: str, *, crashed: bool) -> None:
         """Write the exit report by which routers decide whether a request crashed the worker."""

@@ -10,7 +10,6 @@ disk that takes nothing more costs lines, and one line says so: the processes ru
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import re
@@ -18,6 +17,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from io import FileIO
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio  # each command imports the constants below, and most need no event loop
 
 MAX_LOG_BYTES = 32 << 20
 LOG_FILES = 4

@@ -7,17 +7,17 @@ import os
 import signal
 import time
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Protocol
 
-from libs.common.cluster.exit_reports import MODEL_UNUSABLE, count_oom_kills, is_crash
 from libs.common.cluster.worker_service import INCARNATION_VARIABLE, new_incarnation
+from libs.common.runtime.exit_codes import MODEL_UNUSABLE, count_oom_kills, is_crash
 from services import GRPC_VERBOSITY
 from slipstream.errors import FailedPrecondition
 from supervisor.configuration.plan import ProcessPlan
 from supervisor.forking.forked_process import reap_group
 from supervisor.forking.launcher import ProcessLauncher, RunningProcess
 from supervisor.logs import ProcessLogs
+from supervisor.process_state import ProcessState, how_ended
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0
@@ -29,17 +29,6 @@ _FAILED_STARTS = 3
 _DRAINED_POLL_S = 0.1
 # For the rest of the output after the end; a descendant outside the session may hold the pipe longer.
 _LAST_OUTPUT_S = 2.0
-
-
-class ProcessState(StrEnum):
-    """Where a process is in its life."""
-
-    STARTING = "starting"
-    READY = "ready"
-    BACKING_OFF = "backing off"
-    HELD = "held"
-    DRAINED = "drained"
-    STOPPED = "stopped"
 
 
 class ProcessOwner(Protocol):
@@ -281,13 +270,3 @@ def _kill_group(leader_pid: int) -> None:
         os.killpg(leader_pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
-
-
-def how_ended(code: int) -> str:
-    """An exit code in words; negative ones are signals."""
-    if code < 0:
-        named = -code in signal.Signals.__members__.values()  # most real-time signals have no name
-        return f"was ended by {signal.Signals(-code).name if named else f'signal {-code}'}"
-    if code == MODEL_UNUSABLE:
-        return f"cannot use its model (exit code {code})"
-    return f"ended with exit code {code}"

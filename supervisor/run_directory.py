@@ -1,9 +1,9 @@
-"""The run directory as the supervisor keeps it: its lock, `cluster.json` and the marks of drained processes.
+"""The run directory as the supervisor keeps it: its lock and `cluster.json`.
 
 .run/lock            held (flock) by the supervisor for as long as it lives; the kernel lets go of it
 .run/cluster.json    addresses and pids, replaced atomically whenever something changes
 .run/scrape.json     the admin ports as targets of Prometheus (file_sd), replaced with it
-.run/drained/NAME    the process NAME does not start again once it has ended (`slipstream drain`)
+.run/drained/NAME    see drain_marks.py
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from slipstream.errors import FailedPrecondition
 from supervisor.scrape_targets import scrape_targets
 
 SCRAPE_FILE = "scrape.json"
-_DRAINED = "drained"
 
 
 class RunDirLock:
@@ -73,35 +72,3 @@ def _replace(file: Path, content: object) -> None:
     temporary = file.with_name(f"{file.name}.new")
     temporary.write_text(json.dumps(content, indent=2) + "\n")
     temporary.replace(file)
-
-
-def drained_by(run_dir: Path, instance: str) -> str:
-    """The user who asked that the process stays down after its end; empty where no user did."""
-    try:
-        return (run_dir / _DRAINED / instance).read_text(errors="replace") or "a user"
-    except FileNotFoundError:
-        return ""
-    except OSError:  # as of a mark that another user made
-        return "a user"
-
-
-def set_drained(run_dir: Path, instance: str, by: str) -> None:
-    """Have the supervisor keep the process down after its end, or not: empty. Raises FailedPrecondition.
-
-    `by`: the user who asks.
-    """
-    mark = run_dir / _DRAINED / instance
-    try:
-        if by:
-            mark.parent.mkdir(exist_ok=True)
-            mark.write_text(by)
-        else:
-            mark.unlink(missing_ok=True)
-    except OSError as error:
-        raise FailedPrecondition(f"{mark} cannot be written: {error.strerror}") from None
-
-
-def forget_drained(run_dir: Path) -> None:
-    """A new cluster begins with all its processes."""
-    for mark in (run_dir / _DRAINED).glob("*"):
-        mark.unlink(missing_ok=True)

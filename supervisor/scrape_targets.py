@@ -13,7 +13,7 @@ from libs.common.cluster.discovery import EtcdDiscovery
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.etcd.access import EtcdAccess
 from slipstream.cluster_record import ClusterRecord
-from supervisor.process import ProcessState
+from supervisor.process_state import ProcessState
 
 
 async def watch_routers(etcd: EtcdAccess) -> AsyncGenerator[tuple[Worker, ...], None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -33,6 +32,7 @@ from slipstream.cli.options import (
     check_one_process,
     name_sources,
 )
+from slipstream.cli.run_async import run_async
 from slipstream.cli.top.command import top
 from slipstream.cli.usage import usage
 from slipstream.errors import FailedPrecondition, InvalidArgument, SlipstreamError
@@ -91,12 +91,12 @@ def status(
 
     if instance is not None:
         check_one_process(endpoint)
-        asyncio.run(show_process(_named(access), instance, as_json=as_json))
+        run_async(show_process(_named(access), instance, as_json=as_json))
     elif endpoint:
         check_endpoints(endpoint)
-        asyncio.run(show_endpoints(endpoint, as_json=as_json, dial=access.dial()))
+        run_async(show_endpoints(endpoint, as_json=as_json, dial=access.dial()))
     else:
-        asyncio.run(show_fleet(_named(access), as_json=as_json))
+        run_async(show_fleet(_named(access), as_json=as_json))
 
 
 @takes_access
@@ -104,7 +104,7 @@ def drain(instance: Instance, timeout_s: DrainTimeoutS = DRAIN_S, *, access: Ope
     """Let a process of a cluster take no new work. It runs on."""
     from slipstream.cli.fleet.drains import drain
 
-    asyncio.run(drain(_named(access), instance, timeout_s=timeout_s))
+    run_async(drain(_named(access), instance, timeout_s=timeout_s))
 
 
 @takes_access
@@ -112,7 +112,7 @@ def undrain(instance: Instance, timeout_s: UndrainTimeoutS = UNDRAIN_S, *, acces
     """Let a drained process of a cluster take work again."""
     from slipstream.cli.fleet.drains import undrain
 
-    asyncio.run(undrain(_named(access), instance, timeout_s=timeout_s))
+    run_async(undrain(_named(access), instance, timeout_s=timeout_s))
 
 
 @takes_access
@@ -126,7 +126,7 @@ def restart(
     """Drain a process of a cluster, end it, and wait until its process manager has started it again."""
     from slipstream.cli.fleet.drains import restart
 
-    asyncio.run(restart(_named(access), instance, rolling=rolling, timeout_s=timeout_s))
+    run_async(restart(_named(access), instance, rolling=rolling, timeout_s=timeout_s))
 
 
 def _named(access: OperatorAccess) -> FleetClient:

@@ -8,7 +8,6 @@ has the flags of a client in the place of `access`.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from slipstream.cli.options import (
     read_api_key,
     tls_from,
 )
+from slipstream.cli.run_async import run_async
 from slipstream.errors import InvalidArgument, NotFound
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class ClientAccess:
         if self.endpoint is not None:
             return self.endpoint, self.tls
         if self.routers:
-            return asyncio.run(self._ask_routers()), self.tls
+            return run_async(self._ask_routers()), self.tls
         record = read_record(self.run_dir, instead="--router or --endpoint HOST:PORT")
         if record.client_ca and self.tls is None:
             raise InvalidArgument(
@@ -102,6 +102,8 @@ class ClientAccess:
 
     async def _ask_routers(self) -> str:
         """The ports for clients of the routers that are ready, as the admin ports name them."""
+        import asyncio
+
         from slipstream.cli.fleet.fleet_client import FleetClient
         from slipstream.cli.port_error import CLIENTS_CREDENTIAL
         from slipstream.operator_access import operator_dial

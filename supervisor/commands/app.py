@@ -5,7 +5,6 @@ Each is an entry point of the group `slipstream.commands`. What it does is impor
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +26,7 @@ from slipstream.cli.options import (
     check_endpoints,
     check_one_process,
 )
+from slipstream.cli.run_async import run_async
 from slipstream.errors import InvalidArgument
 from supervisor.configuration.cluster_options import ClusterOptions, flags_of
 
@@ -50,7 +50,7 @@ def _up(
     from supervisor.commands.up import checked_config, run_cluster
 
     given = frozenset(name for name in context.params if _is_flag(context.get_parameter_source(name)))
-    raise SystemExit(asyncio.run(run_cluster(checked_config(options, config, given))))
+    raise SystemExit(run_async(run_cluster(checked_config(options, config, given))))
 
 
 up = with_flags(_up, "options", flags_of(ClusterOptions), dict)
@@ -92,20 +92,20 @@ def status(
         from slipstream.cli.status import show_process
 
         check_one_process(endpoint)
-        asyncio.run(show_process(access.fleet_client(), instance, as_json=as_json))
+        run_async(show_process(access.fleet_client(), instance, as_json=as_json))
     elif endpoint:
         from slipstream.cli.status import show_endpoints
 
         check_endpoints(endpoint)
-        asyncio.run(show_endpoints(endpoint, as_json=as_json, dial=access.dial()))
+        run_async(show_endpoints(endpoint, as_json=as_json, dial=access.dial()))
     elif access.routers:
         from slipstream.cli.status import show_fleet
 
-        asyncio.run(show_fleet(access.fleet_client(), as_json=as_json))
+        run_async(show_fleet(access.fleet_client(), as_json=as_json))
     else:
         from supervisor.commands.status import show_status
 
-        asyncio.run(show_status(access.run_dir, as_json=as_json, dial=access.dial()))
+        run_async(show_status(access.run_dir, as_json=as_json, dial=access.dial()))
 
 
 def kill(
@@ -128,7 +128,7 @@ def drain(instance: Instance, timeout_s: DrainTimeoutS = DRAIN_S, *, access: Ope
     if access.routers:
         from slipstream.cli.fleet import drains
 
-        asyncio.run(drains.drain(access.fleet_client(), instance, timeout_s=timeout_s))
+        run_async(drains.drain(access.fleet_client(), instance, timeout_s=timeout_s))
         return
     from supervisor.commands.drain import drain_process
 
@@ -144,7 +144,7 @@ def undrain(instance: Instance, timeout_s: UndrainTimeoutS = UNDRAIN_S, *, acces
     if access.routers:
         from slipstream.cli.fleet import drains
 
-        asyncio.run(drains.undrain(access.fleet_client(), instance, timeout_s=timeout_s))
+        run_async(drains.undrain(access.fleet_client(), instance, timeout_s=timeout_s))
         return
     from supervisor.commands.drain import undrain_process
 
@@ -169,7 +169,7 @@ def restart(
     if access.routers:
         from slipstream.cli.fleet import drains
 
-        asyncio.run(drains.restart(access.fleet_client(), instance, rolling=rolling, timeout_s=timeout_s))
+        run_async(drains.restart(access.fleet_client(), instance, rolling=rolling, timeout_s=timeout_s))
         return
     from supervisor.commands.drain import restart_processes
 

@@ -6,28 +6,25 @@ ends with exit code 0. The supervisor starts it again unless it is marked as dra
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import grpc
-
-from libs.common.cluster.worker_record import Role
-from slipstream.cli.fleet.drains import restart_waves
+from slipstream.cli.fleet.restart_waves import restart_waves
+from slipstream.cli.run_async import run_async
 from slipstream.cluster_record import ProcessRecord, read_record
+from slipstream.credentials.user_name import user_name
 from slipstream.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
-from slipstream.operator_access import user_name
-from slipstream.rpc.dial import Dial
-from slipstream.rpc.rpc_errors import from_rpc_error
-from slipstream.v1 import worker_pb2, worker_pb2_grpc
-from supervisor.process import ProcessState, how_ended
+from supervisor.drain_marks import set_drained
+from supervisor.process_state import ProcessState, how_ended
 from supervisor.process_stats import is_same_process
-from supervisor.run_directory import set_drained
 
-_DRAINABLE = frozenset(Role)
+if TYPE_CHECKING:
+    from slipstream.rpc.dial import Dial
+
 _POLL_S = 0.05
 
 
@@ -60,17 +57,10 @@ def undrain_process(run_dir: Path, instance: str, *, timeout_s: float, dial: Dia
         _restart(run_dir, [instance], timeout_s=timeout_s)
         return
     _check_runs(process)
-    asyncio.run(_undrain(process.admin or process.endpoint, dial, timeout_s=timeout_s))
+    from slipstream.cli.fleet.drains import undrain_at  # with gRPC, which the signals here do not need
+
+    run_async(undrain_at(process.admin or process.endpoint, dial, timeout_s=timeout_s))
     print(f"{instance} takes work", flush=True)
-
-
-async def _undrain(endpoint: str, dial: Dial, *, timeout_s: float) -> None:
-    async with dial(endpoint) as channel:
-        stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
-        try:
-            await stub.Undrain(worker_pb2.UndrainRequest(), timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
 
 
 def restart_processes(run_dir: Path, instance: str | None, *, rolling: bool, timeout_s: float) -> None:
@@ -81,7 +71,7 @@ def restart_processes(run_dir: Path, instance: str | None, *, rolling: bool, tim
         _restart(run_dir, [instance], timeout_s=timeout_s)
         return
     processes = read_record(run_dir).processes
-    for wave in restart_waves((each.role, each.instance) for each in processes if each.role in _DRAINABLE):
+    for wave in restart_waves((each.role, each.instance) for each in processes if each.has_worker_service):
         _restart(run_dir, wave, timeout_s=timeout_s)
 
 
@@ -104,7 +94,7 @@ def _is_back(before: ProcessRecord) -> Callable[[ProcessRecord], bool]:
 
 def _service(run_dir: Path, instance: str) -> ProcessRecord:
     process = read_record(run_dir).find(instance)
-    if process.role not in _DRAINABLE:
+    if not process.has_worker_service:
         raise FailedPrecondition(f"{instance} keeps the cluster's state and is not drained")
     return process
 

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from libs.common.cluster.exit_reports import MODEL_UNUSABLE
 from libs.common.cluster.worker_record import Role
 from libs.common.cluster.worker_service import INCARNATION_VARIABLE
+from libs.common.runtime.exit_codes import MODEL_UNUSABLE
 from slipstream.errors import FailedPrecondition
 from supervisor.configuration.plan import ProcessPlan
 from supervisor.logs import ProcessLogs
-from supervisor.process import ProcessState, SupervisedProcess
+from supervisor.process import SupervisedProcess
+from supervisor.process_state import ProcessState
 from tests.support.processes.launching import session_launcher
 
 _PRINT_ENVIRONMENT = "import json, os; print(json.dumps(dict(os.environ)))"

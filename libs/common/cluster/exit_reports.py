@@ -6,9 +6,7 @@
 Routers share a worker, and each one sees its own requests alone. So each one reports how many of them ran
 on a worker that crashed, and asks for those of the others before it calls a request the cause.
 
-A crash is a non-zero exit code or a signal such as SIGSEGV or SIGABRT. Exit code 0 is an orderly end.
-SIGKILL, SIGTERM, SIGINT and SIGHUP are sent from outside; of these only the kernel's SIGKILL for lack of
-memory is a crash. Reports are on a lease, so they expire.
+`is_crash` (runtime/exit_codes.py) judges an exit. Reports are on a lease, so they expire.
 """
 
 from __future__ import annotations
@@ -16,9 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import signal
 import time
-from pathlib import Path
 from typing import NamedTuple, Protocol
 from uuid import uuid4
 
@@ -28,17 +24,12 @@ from libs.common.etcd.messages import ABSENT, EtcdUnavailable, Swap
 from libs.common.service_bounds import ATTEMPTS_REPORT_WAIT_S, DEATH_REPORT_WAIT_S
 from slipstream.errors import SlipstreamError
 
-# The exit code of a process that cannot use its model: another start would fail in the same way.
-MODEL_UNUSABLE = 78
 EXITS_PREFIX = "/slipstream/v1/exits/"
 ATTEMPTS_PREFIX = "/slipstream/v1/crashed-attempts/"
 # The roles whose exits routers ask for.
 REPORTED_ROLES = (Role.PREFILL, Role.DECODE)
 REPORT_TTL_S = 60
 _POLL_S = 0.05
-_EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# Files with the counts of this container (cgroup v2), or else of the whole kernel.
-_OOM_COUNTS = ((Path("/sys/fs/cgroup/memory.events"), "oom_kill"), (Path("/proc/vmstat"), "oom_kill"))
 
 
 class CrashedAttempts(NamedTuple):
@@ -144,27 +135,3 @@ async def report_exit(client: EtcdClient, run: str, *, crashed: bool) -> None:
 def run_name(role: Role, instance: str, incarnation: str) -> str:
     """The name of one run of one worker."""
     return f"{role}/{instance}/{incarnation}"
-
-
-def is_crash(code: int, *, oom_kills: int) -> bool:
-    """Whether an exit code (negative: a signal) means a crash. Pure.
-
-    `oom_kills`: how many processes the kernel killed for lack of memory while this one ran.
-    """
-    return (
-        code > 0
-        or (code < 0 and -code not in _EXTERNAL_SIGNALS)
-        or (-code == signal.SIGKILL and oom_kills > 0)
-    )
-
-
-def count_oom_kills() -> int:
-    """How many processes the kernel has killed for lack of memory so far; 0 where it does not count them."""
-    for path, name in _OOM_COUNTS:
-        try:
-            rows = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        if name in rows:
-            return int(rows[name])
-    return 0

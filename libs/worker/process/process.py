@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import grpc
 
-from libs.common.cluster.exit_reports import MODEL_UNUSABLE
 from libs.common.cluster.fleet_member import FleetMember, open_discovery
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.cluster.worker_service import WorkerIdentity, WorkerProcess, WorkerService
@@ -25,6 +24,7 @@ from libs.common.http.admin_server import serve_admin
 from libs.common.rpc.access import access_of
 from libs.common.rpc.serve import ServiceHost
 from libs.common.runtime import heap
+from libs.common.runtime.exit_codes import MODEL_UNUSABLE
 from libs.common.runtime.extras import missing_package
 from libs.common.runtime.malloc import STEP_HEAP_BYTES, keep_freed_memory
 from libs.common.runtime.readiness import HealthState, ProcessHealth, loading

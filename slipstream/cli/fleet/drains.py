@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import grpc
 
 from slipstream.cli.fleet.fleet_client import FleetClient, key_of
+from slipstream.cli.fleet.restart_waves import restart_waves
 from slipstream.cli.port_error import port_error
 from slipstream.enum_names import role_name
 from slipstream.errors import DeadlineExceeded, FailedPrecondition, Unavailable
+from slipstream.rpc.dial import OpenChannel
 from slipstream.v1 import fleet_pb2, worker_pb2, worker_pb2_grpc
 
 _POLL_S = 0.5
@@ -55,7 +56,12 @@ async def drain_process(client: FleetClient, process: fleet_pb2.FleetProcess, *,
 
 async def undrain_process(client: FleetClient, process: fleet_pb2.FleetProcess, *, timeout_s: float) -> None:
     """Undrain like `undrain`, and print nothing."""
-    async with client.process_dial()(key_of(process)) as channel:
+    await undrain_at(key_of(process), client.process_dial(), timeout_s=timeout_s)
+
+
+async def undrain_at(endpoint: str, dial: OpenChannel, *, timeout_s: float) -> None:
+    """Let the process behind an endpoint take work again. Raises what it answers."""
+    async with dial(endpoint) as channel:
         stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
             await stub.Undrain(worker_pb2.UndrainRequest(), timeout=timeout_s)
@@ -74,23 +80,6 @@ async def restart(client: FleetClient, name: str | None, *, rolling: bool, timeo
     keys = ((role_name(process.role), key) for key, process in processes.items())
     for wave in restart_waves(keys):
         await _restart(client, [processes[key] for key in wave], timeout_s=timeout_s)
-
-
-def restart_waves(processes: Iterable[tuple[str, str]]) -> list[list[str]]:
-    """The processes, given as (role, name), that leave together: the first of each tier, then the second,
-    and so on. Pure.
-
-    A tier of several processes never loses more than one. One of each tier at a time is quicker than one
-    process at a time: a process starts for seconds, during which it uses one core at most.
-    """
-    waves: list[list[str]] = []
-    n_of_role: Counter[str] = Counter()
-    for role, name in processes:
-        number = n_of_role[role]
-        n_of_role[role] += 1
-        waves += [[]] * (number == len(waves))
-        waves[number] = [*waves[number], name]
-    return waves
 
 
 async def _restart(

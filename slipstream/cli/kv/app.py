@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from string import hexdigits
 from typing import Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from slipstream.cli.access import OperatorAccess, takes_access
 from slipstream.cli.options import AsJson
+from slipstream.cli.run_async import run_async
 from slipstream.errors import InvalidArgument
 
 kv_app = typer.Typer(
@@ -42,7 +42,7 @@ def list_blocks(
     if not set(prefix) <= set(hexdigits):
         raise InvalidArgument("--prefix", "must be hex digits")
     nodes = kv_nodes(access, node or [])
-    asyncio.run(show_blocks(nodes, prefix=prefix.lower(), limit=limit, as_json=as_json))
+    run_async(show_blocks(nodes, prefix=prefix.lower(), limit=limit, as_json=as_json))
 
 
 @kv_app.command("stat")
@@ -58,7 +58,7 @@ def stat(
     from slipstream.cli.kv.show import show_tiers
 
     nodes = kv_nodes(access, node or [])
-    asyncio.run(show_tiers(nodes, as_json=as_json))
+    run_async(show_tiers(nodes, as_json=as_json))
 
 
 @kv_app.command("verify")
@@ -78,7 +78,7 @@ def verify(
     from slipstream.cli.kv.nodes import kv_nodes
 
     nodes = kv_nodes(access, node or [])
-    if asyncio.run(verify_blocks(nodes, _packed(hashes), as_json=as_json)):
+    if run_async(verify_blocks(nodes, _packed(hashes), as_json=as_json)):
         raise SystemExit(1)
 
 
@@ -102,7 +102,7 @@ def drop(
     if every == bool(hashes):
         raise InvalidArgument("drop", "name block hashes, or say --all")
     nodes = kv_nodes(access, node or [])
-    asyncio.run(drop_blocks(nodes, _packed(hashes), as_json=as_json))
+    run_async(drop_blocks(nodes, _packed(hashes), as_json=as_json))
 
 
 def _packed(hashes: list[str] | None) -> bytes:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slipstream.cli.access import OperatorAccess, takes_access
+from slipstream.cli.run_async import run_async
 from slipstream.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ def top(
         raise InvalidArgument("--sort", f"must be one of {', '.join(SORTS)}, not {sort!r}")
     console, client = Console(highlight=False), access.fleet_client()
     if once or as_json or not console.is_terminal:
-        asyncio.run(_once(client, console, sort=sort, as_json=as_json))
+        run_async(_once(client, console, sort=sort, as_json=as_json))
     else:
-        asyncio.run(_live(client, console, sort=sort, interval_s=interval_s))
+        run_async(_live(client, console, sort=sort, interval_s=interval_s))
 
 
 async def _once(client: FleetClient, console: Console, *, sort: str, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.cluster.worker_record import Role
-from slipstream.cli.fleet.drains import restart_waves
+from slipstream.cli.fleet.restart_waves import restart_waves
 
 
 @given(st.dictionaries(st.sampled_from(list(Role)), st.integers(0, 4)))

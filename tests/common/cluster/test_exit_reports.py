@@ -1,8 +1,7 @@
-"""Exit reports: which exit codes count as crashes, and how reports reach etcd."""
+"""Exit reports: how they reach etcd."""
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,8 +12,6 @@ from libs.common.cluster.exit_reports import (
     CrashedAttempts,
     EtcdExitReports,
     NoExitReports,
-    count_oom_kills,
-    is_crash,
     report_exit,
     run_name,
 )
@@ -28,26 +25,6 @@ from tests.support.processes.etcd_process import EtcdProcess
 def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
     with EtcdProcess(tmp_path) as process:
         yield process
-
-
-@pytest.mark.parametrize(
-    ("code", "oom_kills", "crashed"),
-    [
-        (-signal.SIGSEGV, 0, True),
-        (-signal.SIGABRT, 0, True),
-        (-signal.SIGBUS, 0, True),
-        (1, 0, True),
-        (-signal.SIGKILL, 0, False),
-        (-signal.SIGTERM, 0, False),
-        (-signal.SIGKILL, 1, True),  # the kernel's OOM killer
-        (-signal.SIGTERM, 1, False),
-        (0, 0, False),  # a clean exit
-        (0, 1, False),
-    ],
-)
-def test_exit_codes_that_count_as_crashes(code: int, oom_kills: int, crashed: bool) -> None:
-    assert is_crash(code, oom_kills=oom_kills) is crashed
-    assert count_oom_kills() >= 0
 
 
 async def test_an_exit_report_belongs_to_one_incarnation(etcd: EtcdProcess) -> None:

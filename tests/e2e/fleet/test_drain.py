@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench.faults.fault_load import Answer, FaultRequest, mixed_requests
-from slipstream.operator_access import user_name
+from slipstream.credentials.user_name import user_name
 from supervisor.commands.drain import drain_process, restart_processes
 from tests.support.clusters.disturbance import (
     assert_undisturbed,

@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from slipstream.credentials.user_name import user_name
 from slipstream.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
-from slipstream.operator_access import user_name
 from supervisor.cluster import ClusterSupervisor
 from supervisor.commands.drain import drain_process, restart_processes
 from supervisor.commands.up import say
-from supervisor.process import how_ended
-from supervisor.run_directory import drained_by
+from supervisor.drain_marks import drained_by
+from supervisor.process_state import how_ended
 from tests.supervisor.conftest import FakeCluster, fake
 from tests.support.clusters.supervised import supervised
 from tests.support.processes.process_checks import eventually

@@ -17,8 +17,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from libs.common.block_hash import chain_hashes
-from libs.common.cluster.exit_reports import MODEL_UNUSABLE
 from libs.common.cluster.worker_service import held
+from libs.common.runtime.exit_codes import MODEL_UNUSABLE
 from libs.engine.core.fake import build_fake_engine, expected_tokens
 from libs.engine.step.types import SamplingParams
 from slipstream.block_hashes import pack_hashes
