@@ -32,7 +32,7 @@ from slipstream.errors import DeadlineExceeded, FailedPrecondition, NotFound, Un
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.tls import TlsFiles
 from supervisor import drain_marks, process_stats, run_directory
-from supervisor.configuration.config_check import check_config, exposed_secrets, idle_drafters
+from supervisor.configuration.config_check import check_config, exposed_secrets, idle_drafters, keyless
 from supervisor.configuration.plan import (
     ETCD,
     ClusterConfig,
@@ -204,7 +204,7 @@ class ClusterSupervisor:
         if config.pool is not None:
             parts.append(f"{config.pool_masters} pool master")
         parts += [f"{count} {role}" for role, count in config.counts().items() if count]
-        for text in (*exposed_secrets(config), *idle_drafters(config)):
+        for text in (*exposed_secrets(config), *keyless(config), *idle_drafters(config)):
             self.say(text)
         self.say(f"starting {', '.join(parts)}")
 

@@ -44,7 +44,7 @@ try:
     from services.router.api.access_log import AccessLog, open_access_log
     from services.router.api.api_keys import ApiKeys, follow_keys
     from services.router.autoscale.settings import policy_of
-    from services.router.metering.assembly import check_limits
+    from services.router.metering.key_limits import check_limits
     from services.router.multiprocess import run_processes
     from services.router.options import RouterOptions
     from services.router.request.model_card import ModelCard, load_model_card

@@ -24,7 +24,12 @@ from supervisor.configuration.cluster_options import (
     WorkerSizes,
 )
 from supervisor.configuration.plan import LOCAL, ClusterConfig
-from supervisor.configuration.worker_sizes import check_devices, check_memory
+from supervisor.configuration.worker_sizes import (
+    check_devices,
+    check_driver,
+    check_memory,
+    has_cuda_driver,
+)
 
 
 def say(line: str) -> None:
@@ -44,6 +49,7 @@ def checked_config(options: Mapping[str, Any], file: Path | None, flags: Collect
         config = with_file(config, file, flags)
     config = with_fitting_draft_model(with_server_name(config, options["tls_server_name"]))
     check_counts(config)
+    check_driver(config.stated_devices(), has_driver=has_cuda_driver())
     check_devices(config.workers(), config.drafter_devices())
     check_memory(config.host_memory_bytes(), memory_limit_bytes())
     return config

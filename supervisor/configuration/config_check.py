@@ -14,11 +14,14 @@ from libs.common.etcd.access import EtcdAccess
 from libs.common.runtime.settings import check_peers
 from libs.common.transport.open import TransportChoice
 from libs.common.worker_bounds import MAX_CONFIG_BYTES
+from libs.engine.kernels.device_name import CPU
 from libs.engine.model_spec.config import load_config
 from libs.engine.parallel.limits import group_refusals
 from libs.engine.parallel.sizes import check_sizes, parse_sizes
 from services.decode.settings import DecodeSettings
-from slipstream.credentials.api_key_file import read_keys
+from services.router.metering.key_limits import check_limits
+from services.router.metering.price_list import read_prices
+from slipstream.credentials.api_key_file import read_key_file, read_keys
 from slipstream.credentials.bounded_file import read_bounded
 from slipstream.credentials.certificates import TlsFault, check_authority
 from slipstream.credentials.secret_files import exposure
@@ -151,20 +154,18 @@ def _check_transport(config: ClusterConfig) -> None:
 
 def _check_access(config: ClusterConfig) -> None:
     """Files of keys and certificates, and what they go together with."""
-    if config.api_keys is not None:
-        try:
-            read_keys(config.api_keys)
-        except ValueError as error:
-            raise InvalidArgument("--api-keys", str(error)) from None
-    files = [("--shared-prefix", config.shared_prefix), ("--etcd-password-file", config.etcd_password_file)]
-    files += [("--etcd-ca", config.etcd_ca), ("--etcd-key", config.etcd_key)]
+    _check_keys_and_prices(config)
+    files = [("--etcd-ca", config.etcd_ca), ("--etcd-key", config.etcd_key)]
     files += [("--etcd-certificate", config.etcd_certificate), ("--tls-client-ca", config.tls_client_ca)]
-    files += [("--prices", config.prices)]
     for flag, file in files:
         if file is not None and not os.access(file, os.R_OK):
             raise InvalidArgument(flag, f"{file} cannot be read")
-    if config.shared_prefix is not None and not _read(config.shared_prefix, "--shared-prefix").strip():
-        raise InvalidArgument("--shared-prefix", f"{config.shared_prefix} is empty")
+    for flag, file in (
+        ("--shared-prefix", config.shared_prefix),
+        ("--etcd-password-file", config.etcd_password_file),
+    ):
+        if file is not None and not _read(file, flag).strip():
+            raise InvalidArgument(flag, f"{file} is empty")
     if config.tls_client_ca is not None and config.tls is None:
         raise InvalidArgument("--tls-client-ca", "needs --tls-ca, --tls-certificate and --tls-key")
     try:
@@ -179,6 +180,25 @@ def _check_access(config: ClusterConfig) -> None:
     access = EtcdAccess.of(config)
     if config.pool is not None and not access.is_plain:
         raise InvalidArgument("--pool", "Mooncake reaches no etcd with TLS or a user")
+
+
+def _check_keys_and_prices(config: ClusterConfig) -> None:
+    """Refuse what a router would refuse. `up` gives each router a database."""
+    keys, prices = config.api_keys, config.prices
+    try:
+        found = None if keys is None else read_key_file(keys)
+    except ValueError as error:
+        raise InvalidArgument("--api-keys", str(error)) from None
+    try:
+        if found is not None:
+            check_limits(found, has_prices=prices is not None, has_database=True)
+    except ValueError as error:
+        raise InvalidArgument("--api-keys", f"{keys}: {error}") from None
+    try:
+        if prices is not None:
+            read_prices(prices)
+    except ValueError as error:
+        raise InvalidArgument("--prices", str(error)) from None
 
 
 def _check_open_ports(config: ClusterConfig) -> None:
@@ -203,10 +223,29 @@ def exposed_secrets(config: ClusterConfig) -> list[str]:
 
 
 def idle_drafters(config: ClusterConfig) -> list[str]:
-    """What to say of drafters that no decode worker asks. With another etcd other clusters' workers may."""
-    if config.drafts != "off" or not config.counts()[Role.DRAFTER] or config.etcd is not None:
+    """What to say of drafters that no decode worker asks, and of a device that no drafter takes.
+
+    With another etcd, workers of other clusters may ask.
+    """
+    if not config.counts()[Role.DRAFTER]:
+        device = config.file_device.get(Role.DRAFTER, CPU)
+        if device == config.device(Role.DECODE):  # of all workers, or where the head runs anyway
+            return []
+        return [f"[drafter] device = {device} has no effect: no drafter runs here (--drafter 1 starts one)"]
+    if config.drafts != "off" or config.etcd is not None:
         return []
     return ["--drafter: drafters have no work with --drafts off"]
+
+
+def keyless(config: ClusterConfig) -> list[str]:
+    """What to say of a file without API keys, by which every call of a client is refused."""
+    if config.api_keys is None or read_keys(config.api_keys):
+        return []
+    file = config.api_keys
+    return [
+        f"--api-keys: {file} has no keys, and every call that needs one is refused until "
+        f"`slipstream keys new --file {file}` has made one"
+    ]
 
 
 def _check_choice(flag: str, value: str, allowed: Sequence[str]) -> None:
@@ -214,9 +253,11 @@ def _check_choice(flag: str, value: str, allowed: Sequence[str]) -> None:
         raise InvalidArgument(flag, f"must be one of {', '.join(allowed)}, not {value!r}")
 
 
-def _read(path: Path, flag: str) -> bytes:
-    """The bytes of a small file. Raises InvalidArgument."""
+def _read(path: Path, flag: str) -> str:
+    """The text of a small file. Raises InvalidArgument."""
     try:
-        return read_bounded(path)
+        return read_bounded(path).decode()
+    except UnicodeDecodeError:
+        raise InvalidArgument(flag, f"{path} is not UTF-8") from None
     except OSError as error:
-        raise InvalidArgument(flag, f"{path}: {error.strerror}") from None
+        raise InvalidArgument(flag, f"{path}: cannot be read: {error.strerror}") from None

@@ -88,6 +88,16 @@ class ClusterConfig(ClusterOptions):
         """Of each drafter, by the file: `--device` is of prefill and decode workers."""
         return [self.file_device.get(Role.DRAFTER, CPU)] * self.counts()[Role.DRAFTER]
 
+    def stated_devices(self) -> dict[str, str]:
+        """The device of each process that runs, by the flag or the key of the file that states it."""
+        counts = self.counts()
+        found = {"--device": self.sizes.device} if self.sizes.device else {}
+        for role, device in self.file_device.items():
+            is_by_flag = role in _ENGINES and self.sizes.device
+            if counts[role] and not is_by_flag:
+                found[f"{self.config_file}: [{role}] device"] = device
+        return found
+
     def host_memory_bytes(self) -> list[int]:
         """What each worker without a device may take of the host; 0: the worker decides."""
         return [worker.memory_bytes for worker in self.workers() if worker.device == CPU]

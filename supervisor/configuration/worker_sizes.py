@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from libs.engine.kernels.device_name import cuda_index
@@ -28,6 +29,23 @@ class WorkerPlace:
         """The CUDA devices of the ranks; empty on the CPU."""
         first = cuda_index(self.device)
         return range(0) if first is None else range(first, first + self.n_ranks)
+
+
+def has_cuda_driver() -> bool:
+    """Whether NVIDIA's driver loads here. A machine with it may lack a device, which the workers say."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def check_driver(devices: Mapping[str, str], *, has_driver: bool) -> None:
+    """Raises InvalidArgument for a CUDA device, by the flag or key that states it, without a driver."""
+    for source, device in devices.items():
+        if cuda_index(device) is not None and not has_driver:
+            reason = f"{device} is not here: NVIDIA's driver, libcuda.so.1, does not load"
+            raise InvalidArgument(source, reason)
 
 
 def check_devices(workers: Sequence[WorkerPlace], drafters: Sequence[str] = ()) -> None:

@@ -45,7 +45,7 @@ def fake(tmp_path: Path) -> FakeCluster:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
-    """The configurations of clusters that would have been started."""
+    """The configurations of clusters that would have been started, on a machine with CUDA devices."""
     found: list[ClusterConfig] = []
 
     async def note(config: ClusterConfig) -> int:
@@ -53,4 +53,5 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
         return 0
 
     monkeypatch.setattr("supervisor.commands.up.run_cluster", note)
+    monkeypatch.setattr("supervisor.commands.up.has_cuda_driver", lambda: True)
     return found

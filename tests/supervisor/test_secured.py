@@ -20,6 +20,7 @@ from slipstream.block_hashes import pack_hashes
 from slipstream.cluster_record import read_record, secret_file
 from slipstream.credentials.api_key_file import add_key, revoke_key
 from slipstream.errors import InvalidArgument, SlipstreamError, Unauthenticated
+from slipstream.metering.rate_limits import RateLimits
 from slipstream.operator_access import operator_dial
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import dial
@@ -164,12 +165,30 @@ async def test_wrong_access_is_refused_by_the_name_of_its_flag(tmp_path: Path) -
     keys.write_text("sk-secret anna\n")
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")
+    free = tmp_path / "free.toml"
+    free.write_text("model = []\n")
+    spending = tmp_path / "spending.toml"
+    add_key(spending, name="a", tenant="anna", limits=RateLimits(spend_per_day=10**12))
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff")
+    user = {"etcd": "127.0.0.1:1", "etcd_user": "u"}
     base = {"run_dir": tmp_path / "run", "model": small_model(tmp_path / "model"), "draft_model": None}
     wrong = (
         ({"api_keys": keys}, "--api-keys: .*keys.toml:1"),
         ({"shared_prefix": tmp_path / "missing"}, "--shared-prefix: .* cannot be read"),
         ({"shared_prefix": empty}, "--shared-prefix: .*empty.txt is empty"),
-        ({"shared_prefix": Path("/dev/zero")}, "--shared-prefix: /dev/zero: is no regular file"),
+        ({"shared_prefix": Path("/dev/zero")}, "--shared-prefix: /dev/zero: cannot be read: is no reg"),
+        ({"prices": tmp_path / "missing"}, "--prices: .*missing: cannot be read: No such file"),
+        ({"prices": keys}, "--prices: .*keys.toml: is not TOML"),
+        ({"prices": free}, r"--prices: .*free.toml: currency must be a code of three letters"),
+        ({"api_keys": spending}, "--api-keys: .*spending.toml: limits of spend need a router's --prices"),
+        (
+            {"etcd_password_file": tmp_path / "missing", **user},
+            "--etcd-password-file: .*cannot be read: No",
+        ),
+        ({"etcd_password_file": tmp_path, **user}, "--etcd-password-file: .*: cannot be read: is no regular"),
+        ({"etcd_password_file": empty, **user}, "--etcd-password-file: .*empty.txt is empty"),
+        ({"etcd_password_file": binary, **user}, "--etcd-password-file: .*binary is not UTF-8"),
         ({"tls_client_ca": empty}, "--tls-client-ca: needs --tls-ca, --tls-certificate and --tls-key"),
         ({"log_format": "xml"}, "--log-format: must be one of text, json, not 'xml'"),
         ({"access_log": "json"}, "--access-log: must be one of on, off, not 'json'"),

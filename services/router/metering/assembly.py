@@ -22,7 +22,6 @@ from services.router.metering.metering import Metering
 from services.router.metering.price_list import read_prices
 from services.router.metering.usage_ledger import UsageLedger
 from services.router.metering.usage_store import UsageStore
-from slipstream.credentials.api_key_file import KeyFile
 
 log = logging.getLogger(__name__)
 
@@ -98,10 +97,3 @@ def make_metering(
     if renewal is not None:
         tasks.start(renewal.run(), "limits")
     return metering
-
-
-def check_limits(file: KeyFile, *, has_prices: bool, has_database: bool) -> None:
-    """Raises ValueError for limits that the flags of this router do not allow to hold."""
-    limits = [*(key.limits for key in file.keys), *file.tenants.values()]
-    if any(each.limits_spend for each in limits) and not (has_prices and has_database):
-        raise ValueError("limits of spend need a router's --prices and --database")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.router.api.api_keys import ApiKeys, KeyIdentity, follow_keys
-from services.router.metering.assembly import check_limits
+from services.router.metering.key_limits import check_limits
 from slipstream.credentials.api_key_file import KeyRecord, KeyScope, add_key, key_hash, revoke_key
 from slipstream.errors import Unauthenticated
 from slipstream.metering.money import PICO

@@ -59,6 +59,15 @@ def test_two_of_three_certificates_are_refused(tmp_path: Path, started: list[Clu
     assert not started
 
 
+def test_a_missing_gpu_is_said_before_what_each_worker_may_take_of_it(
+    started: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("supervisor.commands.up.has_cuda_driver", lambda: False)
+    done = CliRunner().invoke(app, ["up", "--device", "cuda"])
+    assert isinstance(done.exception, InvalidArgument) and done.exception.field == "--device"
+    assert not started
+
+
 SIZES = {
     "device": "cuda:1",
     "memory_bytes": 1 << 28,

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from libs.common.cluster.worker_record import Role
+from slipstream.credentials.api_key_file import add_key
 from slipstream.errors import FailedPrecondition, InvalidArgument
 from slipstream.rpc.tls import TlsFiles
 from supervisor.configuration.cluster_options import ROOT, WorkerSizes
-from supervisor.configuration.config_check import idle_drafters
+from supervisor.configuration.config_check import idle_drafters, keyless
 from supervisor.configuration.plan import ClusterConfig, ProcessPlan, plan_services, ports_needed
+from supervisor.configuration.worker_sizes import check_driver
 from supervisor.ports import FIRST_PORT, LAST_PORT, free_ports, require_free
 
 
@@ -76,6 +78,40 @@ def test_drafters_without_work_are_named() -> None:
     assert idle_drafters(off) == ["--drafter: drafters have no work with --drafts off"]
     for config in (asked, replace(off, drafters=None), replace(off, etcd="127.0.0.1:2379")):
         assert idle_drafters(config) == []
+
+
+def test_a_device_of_drafters_that_do_not_run_is_named() -> None:
+    stated = ClusterConfig(file_device={Role.DRAFTER: "cuda:1"})
+    assert idle_drafters(stated) == [
+        "[drafter] device = cuda:1 has no effect: no drafter runs here (--drafter 1 starts one)"
+    ]
+    of_all = {Role.PREFILL: "cuda", Role.DECODE: "cuda", Role.DRAFTER: "cuda"}
+    for config in (replace(stated, drafters=1), replace(stated, file_device=of_all), ClusterConfig()):
+        assert idle_drafters(config) == []
+
+
+def test_a_file_without_keys_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.touch()
+    config = ClusterConfig(api_keys=file)
+    (said,) = keyless(config)
+    assert said.startswith(f"--api-keys: {file} has no keys, and every call that needs one is refused")
+    add_key(file, name="a", tenant="anna")
+    assert keyless(config) == keyless(ClusterConfig()) == []
+
+
+def test_a_device_without_a_driver_is_refused_by_what_states_it() -> None:
+    file = Path("/c.toml")
+    by_flag = ClusterConfig(sizes=WorkerSizes(device="cuda:1"), file_device={Role.DECODE: "cuda"})
+    by_file = ClusterConfig(config_file=file, file_device={Role.DECODE: "cuda", Role.PREFILL: "cpu"})
+    no_drafter = ClusterConfig(config_file=file, file_device={Role.DRAFTER: "cuda"})
+    for config, field in ((by_flag, "--device"), (by_file, "/c.toml: [decode] device")):
+        check_driver(config.stated_devices(), has_driver=True)
+        with pytest.raises(InvalidArgument, match=r"cuda.* is not here: NVIDIA's driver, libcuda") as refused:
+            check_driver(config.stated_devices(), has_driver=False)
+        assert refused.value.field == field
+    for config in (no_drafter, ClusterConfig(), ClusterConfig(sizes=WorkerSizes(device="cpu"))):
+        check_driver(config.stated_devices(), has_driver=False)
 
 
 def test_memory_that_a_flag_states_is_no_share() -> None:
