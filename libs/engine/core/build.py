@@ -13,7 +13,8 @@ from libs.engine.core.paced_model import PacedModel
 from libs.engine.core.torch_model import TorchModel
 from libs.engine.eagle.block_config import is_block_head
 from libs.engine.eagle.block_head import BlockHead
-from libs.engine.eagle.drafter import MAX_SEQUENCES, ContextHead, DrafterEngine
+from libs.engine.eagle.context_head import ContextHead
+from libs.engine.eagle.drafter import MAX_SEQUENCES, DrafterEngine
 from libs.engine.eagle.head import EagleHead
 from libs.engine.eagle.head_memory import local_contexts, parse_draft_config, read_head_memory
 from libs.engine.graphs.buckets import BucketLimits

@@ -6,7 +6,6 @@ than the loop. On a device a launch costs more than a copy, so contexts are padd
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -15,7 +14,6 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from libs.engine.eagle.context import DraftContext
-from libs.engine.eagle.head_rows import PADDED_CONTEXTS
 from libs.engine.kernels.device import upload
 from libs.engine.kernels.interface import Kernels
 
@@ -106,11 +104,6 @@ class PaddedRows:
 def attended_rows(contexts: Sequence[DraftContext], n_behind: int, kernels: Kernels) -> AttendedRows:
     """In the form that is quick with these kernels."""
     return PaddedRows(contexts, n_behind) if pads_contexts(kernels) else LoopedRows(contexts)
-
-
-def most_together(kernels: Kernels) -> int:
-    """Contexts that a head drafts for at once."""
-    return PADDED_CONTEXTS if pads_contexts(kernels) else sys.maxsize
 
 
 def pads_contexts(kernels: Kernels) -> bool:

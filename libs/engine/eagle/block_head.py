@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 
-from libs.engine.eagle.attended import AttendedRows, attended_rows, most_together, pads_contexts
+from libs.engine.eagle.attended import AttendedRows, attended_rows
 from libs.engine.eagle.attention import ProjectedRows, interleaved
 from libs.engine.eagle.block_config import BlockHeadConfig, parse_block_config
 from libs.engine.eagle.context import DraftContext
+from libs.engine.eagle.context_head import ContextHead
 from libs.engine.eagle.drafted import read_drafts
-from libs.engine.eagle.head_rows import KvShape
 from libs.engine.eagle.tensor_names import TensorNames
 from libs.engine.eagle.weights import place_embedding
 from libs.engine.kernels.device import upload
@@ -44,14 +44,16 @@ class _BlockLayer:
     mlp: Packed
 
 
-class BlockHead:
-    """A loaded block drafter, without state: a `ContextHead`."""
+class BlockHead(ContextHead):
+    """A loaded block drafter."""
+
+    config: BlockHeadConfig
 
     def __init__(self, head_dir: Path, target_dir: Path, kernels: Kernels) -> None:
         """Load it. Raises InvalidArgument or CheckpointError, naming the missing or unsupported part."""
+        super().__init__(kernels, weights_digest(head_dir))
         self.config = parse_block_config(read_config_json(head_dir, "draft_model_dir"))
-        self.digest = weights_digest(head_dir)
-        self._kernels, self._rope = kernels, Rope(self.config, kernels.place)
+        self._rope = Rope(self.config, kernels.place)
         with Checkpoint(head_dir) as head, Checkpoint(target_dir) as target:
             tensors = _Tensors(head, self.config, kernels)
             self._hidden_norm = tensors.vector("hidden_norm", self.config.hidden_size)
@@ -61,26 +63,6 @@ class BlockHead:
             self._embedding = place_embedding(embedding, kernels)
             self._lm_head = kernels.pack(DenseMatrix(lm_head))
             tensors.names.refuse_others()
-
-    @property
-    def device(self) -> torch.device:
-        """That of the kernels."""
-        return self._kernels.device
-
-    @property
-    def most_contexts(self) -> int:
-        """See `most_together`."""
-        return most_together(self._kernels)
-
-    @property
-    def pads_contexts(self) -> bool:
-        """See `pads_contexts`."""
-        return pads_contexts(self._kernels)
-
-    @property
-    def kv_shape(self) -> KvShape:
-        """The shape of the KV of all layers together."""
-        return self.config.kv_shape
 
     def take_in(
         self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from libs.common.block_hash import TokenArray
-from libs.engine.eagle.attention import ProjectedRows
-from libs.engine.eagle.context import DraftContext, HeadInputs
+from libs.engine.eagle.context import DraftContext
+from libs.engine.eagle.context_head import ContextHead
 from libs.engine.eagle.head_memory import DRAFTER_CONTEXTS
-from libs.engine.eagle.head_rows import MAX_DRAFTS, KvShape
+from libs.engine.eagle.head_rows import MAX_DRAFTS
 from libs.engine.kernels.device import upload
 from libs.engine.step.device_rows import DeviceRows, FeatureArray, join_rows
 from libs.engine.step.draft_head import ContextRows, HeadRows
@@ -27,55 +27,6 @@ from libs.engine.step.types import FEATURE_WINDOW_TOKENS
 from slipstream.errors import InvalidArgument
 
 MAX_SEQUENCES = DRAFTER_CONTEXTS
-
-
-class HeadSize(Protocol):
-    """What rows must fit, from a head's configuration."""
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-
-class ContextHead(Protocol):
-    """A head over contexts of keys and values: a chain (EAGLE-3), or a block in one pass (DFlash)."""
-
-    digest: str
-
-    @property
-    def device(self) -> torch.device:
-        """Where the head computes, and where its inputs and contexts are."""
-        ...
-
-    @property
-    def most_contexts(self) -> int:
-        """Of one call of `draft`."""
-        ...
-
-    @property
-    def pads_contexts(self) -> bool:
-        """Whether `draft` reads rows of a context that are not valid, too."""
-        ...
-
-    @property
-    def config(self) -> HeadSize: ...
-
-    @property
-    def kv_shape(self) -> KvShape: ...
-
-    def take_in(
-        self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[HeadInputs | None, ProjectedRows]:
-        """Keys and values of rows for their context, and what `draft` needs of the newest ones."""
-        ...
-
-    def draft(
-        self, contexts: Sequence[DraftContext], n_drafts: int, min_confidence: float
-    ) -> list[list[int]]:
-        """Drafts of each context; see `DrafterEngine.propose_batch`."""
-        ...
 
 
 class DrafterEngine:
@@ -173,8 +124,8 @@ class DrafterEngine:
     def _context(self, seq_id: str, like: torch.Tensor) -> DraftContext:
         context = self._contexts.get(seq_id)
         if context is None:
-            head = self._head
-            context = DraftContext(head.kv_shape, self._window_tokens, like, is_padded=head.pads_contexts)
+            shape, is_padded = self._head.config.kv_shape, self._head.pads_contexts
+            context = DraftContext(shape, self._window_tokens, like, is_padded=is_padded)
             self._contexts[seq_id] = context
         self._contexts.move_to_end(seq_id)
         while len(self._contexts) > self._max_sequences:

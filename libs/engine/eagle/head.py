@@ -22,14 +22,12 @@ from libs.engine.eagle.attended import (
     AttendedRows,
     LoopedRows,
     attended_rows,
-    most_together,
-    pads_contexts,
 )
 from libs.engine.eagle.attention import ProjectedRows, make_attention
 from libs.engine.eagle.config import HeadConfig, load_head_config
 from libs.engine.eagle.context import DraftContext, HeadInputs, join_inputs
+from libs.engine.eagle.context_head import ContextHead
 from libs.engine.eagle.drafted import read_drafts
-from libs.engine.eagle.head_rows import KvShape
 from libs.engine.eagle.weights import HeadWeights, load_head_weights, place_embedding
 from libs.engine.kernels.device import upload
 from libs.engine.kernels.interface import Kernels
@@ -46,14 +44,15 @@ class HeadOutputs:
     confidence: torch.Tensor
 
 
-class EagleHead:
-    """A loaded head, without state. `libs/engine/eagle/drafter.py` keeps the contexts."""
+class EagleHead(ContextHead):
+    """A loaded head of EAGLE-3."""
+
+    config: HeadConfig
 
     def __init__(self, config: HeadConfig, weights: HeadWeights, kernels: Kernels, digest: str = "") -> None:
+        super().__init__(kernels, digest)
         self.config = config
-        self.digest = digest  # hex, over the head's files
         self.attention = make_attention(config, weights.attention, kernels)
-        self._kernels = kernels
         self._embedding = place_embedding(weights.embedding, kernels)
         self._target_ids = kernels.place(weights.target_ids)
         self._input_norm, self._hidden_norm, self._post_norm, self._norm = (
@@ -96,26 +95,6 @@ class EagleHead:
 
     # ---- ContextHead
 
-    @property
-    def device(self) -> torch.device:
-        """That of the kernels."""
-        return self._kernels.device
-
-    @property
-    def most_contexts(self) -> int:
-        """See `most_together`."""
-        return most_together(self._kernels)
-
-    @property
-    def pads_contexts(self) -> bool:
-        """See `pads_contexts`."""
-        return pads_contexts(self._kernels)
-
-    @property
-    def kv_shape(self) -> KvShape:
-        """The shape of the attention's KV."""
-        return self.config.kv_shape
-
     def take_in(
         self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
     ) -> tuple[HeadInputs, ProjectedRows]:
@@ -126,7 +105,7 @@ class EagleHead:
         self, contexts: Sequence[DraftContext], n_drafts: int, min_confidence: float
     ) -> list[list[int]]:
         """Draft by a chain, whose rows are temporary and follow each context's own rows."""
-        if pads_contexts(self._kernels):
+        if self.pads_contexts:
             rows = attended_rows(contexts, n_drafts, self._kernels)
             positions = upload(torch.tensor([c.end_position for c in contexts]), self._kernels.device)
             inputs = join_inputs([c.newest_row() for c in contexts])

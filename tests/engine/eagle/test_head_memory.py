@@ -60,5 +60,5 @@ def test_the_estimate_is_what_a_head_and_its_contexts_hold(
     like = torch.zeros(1, dtype=kernels.dtype)
     features = load_feature_head(tmp_path / "head", load_config(tmp_path / "target"), kernels)
     assert memory.feature_bytes == held_bytes(features)
-    assert memory.context_bytes == held_bytes(DraftContext(head.kv_shape, FEATURE_WINDOW_TOKENS, like))
+    assert memory.context_bytes == held_bytes(DraftContext(head.config.kv_shape, FEATURE_WINDOW_TOKENS, like))
     assert memory.n_bytes(3) == memory.weight_bytes + 3 * memory.context_bytes + memory.pass_bytes

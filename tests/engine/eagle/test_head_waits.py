@@ -16,8 +16,8 @@ from libs.engine.core.build import build_drafter
 from libs.engine.eagle.attended import PaddedRows
 from libs.engine.eagle.block_head import BlockHead
 from libs.engine.eagle.context import DraftContext, join_inputs
+from libs.engine.eagle.context_head import ContextHead
 from libs.engine.eagle.drafted import read_drafts
-from libs.engine.eagle.drafter import ContextHead
 from libs.engine.eagle.head import EagleHead
 from libs.engine.kernels.gpu.triton_kernels import TritonKernels
 from tests.engine.eagle.random_heads import WRITERS
@@ -51,7 +51,7 @@ def take_in(head: ContextHead) -> list[DraftContext]:
     ids = torch.empty(n_rows, dtype=torch.int64, device=DEVICE)
     inputs, rows = head.take_in(features, ids, ids)
     for part in (slice(0, 3), slice(3, 7)):
-        context = DraftContext(head.kv_shape, 8, rows.keys, is_padded=True)
+        context = DraftContext(head.config.kv_shape, 8, rows.keys, is_padded=True)
         for start in (0, 3):  # the second time the rows replace some, or move to the front
             context.append(start, rows.keys[part], rows.values[part])
         context.newest = None if inputs is None else inputs.row(part.stop - 1)

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -224,6 +225,7 @@ def test_a_graph_applies_each_parameter_or_leaves_its_rows_to_the_sampler(name: 
     """`choose_tokens` ignores what `DrawParameters` lacks, so such rows must not reach it."""
     row = SAMPLING_RANGES[name]
     value = row.high if row.high != SAMPLING_DEFAULTS[name] else row.low
-    params = replace(SamplingParams(), **{name: int(value) if row.whole else value})
+    given: dict[str, Any] = {name: int(value) if row.whole else value}
+    params = replace(SamplingParams(), **given)
     applied = {each.name.removesuffix("_log") for each in fields(DrawParameters)}
     assert samples_on_device(make_rows(params, output=(1,))) is (name in applied)

@@ -57,6 +57,6 @@ def test_more_contexts_than_one_buffer_holds(
     drafter = load(tmp_path, target_dir, kernels)
     names = take_in([drafter], seed=2)
     wanted = drafter.propose_batch(names, 3)
-    monkeypatch.setattr("libs.engine.eagle.attended.PADDED_CONTEXTS", 3)
+    monkeypatch.setattr("libs.engine.eagle.context_head.PADDED_CONTEXTS", 3)
     assert len(names) > 3
     assert drafter.propose_batch(names, 3) == wanted
