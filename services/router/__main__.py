@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from libs.common.runtime.signals import end_at_stop_signals
-from slipstream.credentials.bounded_file import read_bounded
+from slipstream.credentials.bounded_file import read_bounded_text
 
 if __name__ == "__main__":
     end_at_stop_signals()  # The imports take a second, and several on a busy machine.
@@ -86,10 +86,9 @@ def _naming(flag: str) -> Iterator[None]:
 def _shared_prefix(path: Path) -> str:
     """The text of the file. Raises InvalidArgument."""
     try:
-        with _naming("--shared-prefix"):
-            text = read_bounded(path).decode().strip("\n")
-    except UnicodeDecodeError:
-        raise InvalidArgument("--shared-prefix", f"{path} is not UTF-8") from None
+        text = read_bounded_text(path).strip("\n")
+    except ValueError as error:
+        raise InvalidArgument("--shared-prefix", str(error)) from None
     if not text.strip():
         raise InvalidArgument("--shared-prefix", f"{path} is empty")
     return text

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from slipstream.credentials.bounded_file import read_bounded
+from slipstream.credentials.bounded_file import read_bounded_text
 from slipstream.credentials.secret_files import exposure
 from slipstream.errors import InvalidArgument
 
@@ -101,15 +101,7 @@ def read_api_key(key: str | None, file: Path | None, *, use_file: bool = True) -
     """The key, else that of the file if `use_file`. Raises InvalidArgument for a file without one."""
     if key or file is None or not use_file:
         return key
-    warn_of_exposure("--api-key-file", file)
-    try:
-        text = read_bounded(file).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "is no text"
-        raise InvalidArgument("--api-key-file", f"{file} cannot be read: {why}") from None
-    if not text or len(text.split()) != 1:
-        raise InvalidArgument("--api-key-file", f"{file} must hold one key and nothing else")
-    return text
+    return _word_of(file, "--api-key-file", "key")
 
 
 def read_secret(variable: str, file: Path | None, flag: str) -> str:
@@ -118,16 +110,18 @@ def read_secret(variable: str, file: Path | None, flag: str) -> str:
     No flag takes it itself: every process of a machine can read the arguments of others. Raises
     InvalidArgument for a file that cannot be read or holds no single word.
     """
-    if file is None:
-        return os.environ.get(variable, "")
+    return os.environ.get(variable, "") if file is None else _word_of(file, flag, "secret")
+
+
+def _word_of(file: Path, flag: str, noun: str) -> str:
+    """The only word of a file. Raises InvalidArgument."""
     warn_of_exposure(flag, file)
     try:
-        text = read_bounded(file).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "is no text"
-        raise InvalidArgument(flag, f"{file} cannot be read: {why}") from None
-    if not text or len(text.split()) != 1:
-        raise InvalidArgument(flag, f"{file} must hold one secret and nothing else")
+        text = read_bounded_text(file).strip()
+    except ValueError as error:
+        raise InvalidArgument(flag, str(error)) from None
+    if len(text.split()) != 1:
+        raise InvalidArgument(flag, f"{file} must hold one {noun} and nothing else")
     return text
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import fcntl
 import hashlib
 import os
@@ -36,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.bounds import MAX_KEY_FILE_BYTES
-from slipstream.credentials.bounded_file import read_bounded
+from slipstream.credentials.bounded_file import read_bounded_text
 from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound
 from slipstream.metering.rate_limits import LIMIT_FIELDS, NO_LIMITS, RateLimits, parse_limits
 
@@ -154,18 +153,7 @@ def format_keys(records: Sequence[KeyRecord], tenants: Mapping[str, RateLimits] 
 
 def read_key_file(path: Path) -> KeyFile:
     """Read and parse a file. Raises ValueError that names the file and the line."""
-    try:
-        data = read_bounded(path, max_bytes=MAX_KEY_FILE_BYTES)
-    except OSError as error:
-        if error.errno == errno.EFBIG:
-            raise ValueError(f"{path}:1: {error.strerror}") from None
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise ValueError(f"{path}:{line}: is not UTF-8") from None
-    return parse_key_file(text, source=str(path))
+    return parse_key_file(read_bounded_text(path, max_bytes=MAX_KEY_FILE_BYTES), source=str(path))
 
 
 def read_keys(path: Path) -> tuple[KeyRecord, ...]:

@@ -11,6 +11,20 @@ from typing import BinaryIO
 from slipstream.bounds import MAX_SECRET_FILE_BYTES
 
 
+def read_bounded_text(path: Path, *, max_bytes: int = MAX_SECRET_FILE_BYTES) -> str:
+    """The text of a regular file. Raises ValueError that names the file, and the line that is not UTF-8."""
+    try:
+        data = read_bounded(path, max_bytes=max_bytes)
+    except OSError as error:
+        can = "" if error.errno == errno.EFBIG else "cannot be read: "
+        raise ValueError(f"{path}: {can}{error.strerror}") from None
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise ValueError(f"{path}:{line}: is not UTF-8") from None
+
+
 def read_bounded(path: Path, *, max_bytes: int = MAX_SECRET_FILE_BYTES) -> bytes:
     """The bytes of a regular file, also behind a link. Raises OSError with its reason, and never waits."""
     with open_regular(path) as file:

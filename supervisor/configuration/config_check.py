@@ -22,7 +22,7 @@ from services.decode.settings import DecodeSettings
 from services.router.metering.key_limits import check_limits
 from services.router.metering.price_list import read_prices
 from slipstream.credentials.api_key_file import read_key_file, read_keys
-from slipstream.credentials.bounded_file import read_bounded
+from slipstream.credentials.bounded_file import read_bounded, read_bounded_text
 from slipstream.credentials.certificates import TlsFault, check_authority
 from slipstream.credentials.secret_files import exposure
 from slipstream.errors import InvalidArgument
@@ -256,8 +256,6 @@ def _check_choice(flag: str, value: str, allowed: Sequence[str]) -> None:
 def _read(path: Path, flag: str) -> str:
     """The text of a small file. Raises InvalidArgument."""
     try:
-        return read_bounded(path).decode()
-    except UnicodeDecodeError:
-        raise InvalidArgument(flag, f"{path} is not UTF-8") from None
-    except OSError as error:
-        raise InvalidArgument(flag, f"{path}: cannot be read: {error.strerror}") from None
+        return read_bounded_text(path)
+    except ValueError as error:
+        raise InvalidArgument(flag, str(error)) from None

@@ -129,7 +129,7 @@ async def test_a_shared_prefix_without_a_text_ends_the_router(model_dir: Path, t
     async with asyncio.timeout(100):
         _, errors = await process.communicate()
     assert process.returncode == 1
-    assert f"router-0 ends: --shared-prefix: {prefix} is not UTF-8".encode() in errors
+    assert f"router-0 ends: --shared-prefix: {prefix}:1: is not UTF-8".encode() in errors
     assert b"Traceback" not in errors
 
 
@@ -140,8 +140,8 @@ def test_a_shared_prefix_without_a_text_is_refused_by_name(
     prefix = tmp_path / "prefix.txt"
     prefix.write_bytes(data)
     options = parse_options(["--instance", "r", "--model", str(tmp_path), "--shared-prefix", str(prefix)])
-    words = "is not UTF-8" if data[:1] == b"\xff" else "is empty"
-    with pytest.raises(errors.InvalidArgument, match=f"{re.escape(str(prefix))} {words}") as refused:
+    words = ":1: is not UTF-8" if data[:1] == b"\xff" else " is empty"
+    with pytest.raises(errors.InvalidArgument, match=f"{re.escape(str(prefix))}{words}") as refused:
         make_salts(options, card)
     assert refused.value.field == "--shared-prefix"
 

@@ -188,7 +188,7 @@ async def test_wrong_access_is_refused_by_the_name_of_its_flag(tmp_path: Path) -
         ),
         ({"etcd_password_file": tmp_path, **user}, "--etcd-password-file: .*: cannot be read: is no regular"),
         ({"etcd_password_file": empty, **user}, "--etcd-password-file: .*empty.txt is empty"),
-        ({"etcd_password_file": binary, **user}, "--etcd-password-file: .*binary is not UTF-8"),
+        ({"etcd_password_file": binary, **user}, "--etcd-password-file: .*binary:1: is not UTF-8"),
         ({"tls_client_ca": empty}, "--tls-client-ca: needs --tls-ca, --tls-certificate and --tls-key"),
         ({"log_format": "xml"}, "--log-format: must be one of text, json, not 'xml'"),
         ({"access_log": "json"}, "--access-log: must be one of on, off, not 'json'"),

@@ -13,7 +13,6 @@ Messages of errors name the file, the model and the field.
 
 from __future__ import annotations
 
-import errno
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from libs.common.service_bounds import MAX_PRICE, MAX_PRICE_FILE_BYTES
-from slipstream.credentials.bounded_file import read_bounded
+from slipstream.credentials.bounded_file import read_bounded_text
 from slipstream.metering.money import PICO, amount_text, parse_amount
 
 _CURRENCY = re.compile(r"[A-Z]{3}")
@@ -98,16 +97,7 @@ def parse_prices(text: str, *, source: str) -> PriceList:
 
 def read_prices(path: Path) -> PriceList:
     """The prices of a file. Raises ValueError that names it."""
-    try:
-        data = read_bounded(path, max_bytes=MAX_PRICE_FILE_BYTES)
-    except OSError as error:
-        if error.errno == errno.EFBIG:
-            raise ValueError(f"{path}: {error.strerror}") from None
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    try:
-        return parse_prices(data.decode(), source=str(path))
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: is not UTF-8") from None
+    return parse_prices(read_bounded_text(path, max_bytes=MAX_PRICE_FILE_BYTES), source=str(path))
 
 
 def _price(table: Any, currency: str) -> tuple[str, TokenPrice]:
