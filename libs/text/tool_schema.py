@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from libs.text.digest_cache import DigestCache, digest_of
+from libs.text.json_structure import value_levels
 from slipstream import bounds
 from slipstream.errors import InvalidArgument
 
@@ -72,20 +73,14 @@ def _validate_tool(tool: object, path: str) -> str:
 
 def _count_values(value: object, path: str, *, left: int) -> int:
     """The number of JSON values, counted until more than `left`. Refuses deep nesting, as json recurses."""
-    level: list[object] = [value]
     count = 0
-    for _ in range(bounds.MAX_SCHEMA_DEPTH + 1):
+    for depth, level in enumerate(value_levels(value)):
+        if depth > bounds.MAX_SCHEMA_DEPTH:
+            raise bounds.TOOL_DEPTH.refused(path)
         count += len(level)
-        deeper: list[object] = []
-        for item in level:
-            if isinstance(item, Mapping):
-                deeper.extend(item.values())
-            elif isinstance(item, (list, tuple)):
-                deeper.extend(item)
-        if not deeper or count > left:
-            return count
-        level = deeper
-    raise bounds.TOOL_DEPTH.refused(path)
+        if count > left:
+            break
+    return count
 
 
 def _check_size(tool: object, path: str) -> int:

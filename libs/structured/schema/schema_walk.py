@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 from urllib.parse import unquote
 
+from libs.text.json_structure import value_levels
 from slipstream.bound import shown_name
 
 Json = Mapping[str, Any]
@@ -34,18 +36,7 @@ _SINGLE = ("additionalItems", "additionalProperties", "items")
 
 def is_shallow(schema: object, most: int) -> bool:
     """Whether the JSON value has at most `most` levels."""
-    level: list[object] = [schema]
-    for _ in range(most):
-        deeper: list[object] = []
-        for item in level:
-            if isinstance(item, Mapping):
-                deeper.extend(item.values())
-            elif isinstance(item, list):
-                deeper.extend(item)
-        if not deeper:
-            return True
-        level = deeper
-    return False
+    return next(islice(value_levels(schema), most, None), None) is None
 
 
 def path_text(path: Path, keyword: str = "") -> str:
