@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from libs.common import job_bounds, service_bounds
 from libs.common.telemetry.counters import Counters
@@ -25,6 +25,7 @@ from services.router.jobs.types import Job, JobCounts, JobRequest, JobResult, Jo
 from slipstream import bounds
 from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound, Overloaded
 
+T = TypeVar("T")
 _NEXT_LOOK_S = (0.1, 1.0)  # of a follower: after a change, and the longest
 # A tenant's followers of groups look one after the other; each pause is this many times as long as the look.
 _LOOK_REST = 3.0
@@ -258,29 +259,13 @@ class JobStore:
             if n_found < _CANCELLED_AT_ONCE:
                 return n_ended
 
-    async def follow(self, tenant: str, job_id: str) -> AsyncIterator[Job]:
+    def follow(self, tenant: str, job_id: str) -> AsyncIterator[Job]:
         """The job now and after each change, until it has ended. Raises NotFound."""
-        pause_s, seen = _NEXT_LOOK_S[0], None
-        while seen is None or not seen.state.ended:
-            job = await self.get(tenant, job_id)
-            if job != seen:
-                yield job
-                seen, pause_s = job, _NEXT_LOOK_S[0]
-            if not job.state.ended:
-                await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 1.5, _NEXT_LOOK_S[1])
+        return _follow(lambda: self.get(tenant, job_id), lambda job: not job.state.ended)
 
-    async def follow_group(self, tenant: str, group_id: str) -> AsyncIterator[JobCounts]:
+    def follow_group(self, tenant: str, group_id: str) -> AsyncIterator[JobCounts]:
         """The counts of a group now and after each change, until all its jobs have ended."""
-        pause_s, seen = _NEXT_LOOK_S[0], None
-        while seen is None or seen.live:
-            counts = await self._look(tenant, group_id)
-            if counts != seen:
-                yield counts
-                seen, pause_s = counts, _NEXT_LOOK_S[0]
-            if counts.live:
-                await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 1.5, _NEXT_LOOK_S[1])
+        return _follow(lambda: self._look(tenant, group_id), lambda counts: counts.live > 0)
 
     async def _look(self, tenant: str, group_id: str) -> JobCounts:
         """The counts of a group for a follower, in turn: of a large group they would read without a pause."""
@@ -361,3 +346,16 @@ def _filter(tenant: str, group_id: str, state: JobState | None) -> tuple[str, tu
 
 def _unknown(job_id: str) -> NotFound:
     return NotFound(f"there is no job {job_id[:64]!r}", field="id")
+
+
+async def _follow(look: Callable[[], Awaitable[T]], goes_on: Callable[[T], bool]) -> AsyncIterator[T]:
+    """What `look` finds now and after each change, to the first that does not go on."""
+    pause_s, seen = _NEXT_LOOK_S[0], None
+    while seen is None or goes_on(seen):
+        found = await look()
+        if found != seen:
+            yield found
+            seen, pause_s = found, _NEXT_LOOK_S[0]
+        if goes_on(found):
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, _NEXT_LOOK_S[1])

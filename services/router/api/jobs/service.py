@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ import grpc
 
 from libs.common import api_bounds, job_bounds, service_bounds
 from services.router.admission.fair_threads import RunPiece
+from services.router.api.followers import Followers
 from services.router.api.rpc.callers import Callers, Context
 from services.router.api.rpc.message_reader import read_message
 from services.router.api.rpc.server import GrpcServer
@@ -62,7 +62,7 @@ class JobService:
         self._callers = callers
         self._hooks = hooks
         self._read = read
-        self._followers: Counter[str] = Counter()  # by tenant
+        self._followers = Followers("jobs")
 
     @property
     def _store(self) -> JobStore:
@@ -145,10 +145,7 @@ class JobService:
         """FollowJobs."""
         tenant = self._callers.tenant(context)
         is_group = _named(request) == "group_id"
-        if self._followers[tenant] >= service_bounds.MAX_TENANT_JOB_FOLLOWERS:
-            raise errors.Overloaded("too many clients of this tenant follow jobs at this router")
-        self._followers[tenant] += 1
-        try:
+        with self._followers.following(tenant):
             if is_group:
                 async for counts in self._allowed(
                     self._store.follow_group(tenant, request.group_id), context
@@ -157,9 +154,6 @@ class JobService:
             else:
                 async for job in self._allowed(self._store.follow(tenant, request.id), context):
                     yield jobs_pb2.FollowJobsResponse(job=_message_of(job))
-        finally:
-            self._followers[tenant] -= 1
-            self._followers += Counter()  # forgets tenants with none
 
     async def _allowed(self, changes: AsyncIterator[T], context: Context) -> AsyncIterator[T]:
         """The changes, while the call's key counts. Raises Unauthenticated then, also without a change."""

@@ -1,6 +1,6 @@
 """JSON bodies of /v1/responses -> `GenerationRequest`. Pure.
 
-Reading has two steps, because a body may refer to answers in the database: `decode_response` says to which,
+Reading has two steps, because a body may refer to answers in the database. `decode_response` says to which,
 and `parse_response` makes the request when they are there.
 """
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
-from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from functools import partial
 
 from aiohttp import web
 
-from libs.common import api_bounds, service_bounds
+from libs.common import api_bounds
 from libs.common.http.failure import ErrorShape, failure_of
 from services.router.api.answers.exchange import read_exchange
+from services.router.api.followers import Followers
 from services.router.api.http.content_encoding import decompress
 from services.router.api.http.event_stream import EventStream
 from services.router.api.http.generation import GenerationEndpoint
@@ -51,7 +50,7 @@ class ResponsesRoutes:
         self._reader = reader
         self._generation = generation
         self._operations = operations
-        self._followers: Counter[str] = Counter()  # by tenant
+        self._followers = Followers("responses")
         self.delivery = generation.delivery
         new_key = partial(secrets.token_hex, 16)
         self.format = ResponsesFormat(manager, card, operations, new_key=new_key)
@@ -93,7 +92,8 @@ class ResponsesRoutes:
         background = self._operations.background
         submit = partial(background.submit, caller.tenant, data, key_sha256=caller.key_sha256)
         if is_streamed:
-            with self._following(caller.tenant):  # before a job is queued whose client would not know it
+            # Before a job is queued whose client would not know it.
+            with self._followers.following(caller.tenant):
                 return await self._stream(request, caller.tenant, (await submit())["id"], after=-1)
         stall_s = self._generation.write_stall_s
         return await self.delivery.send_object(request, caller.tenant, await submit(), stall_s=stall_s)
@@ -102,18 +102,6 @@ class ResponsesRoutes:
         tenant, response_id = self._reader.tenant(request), request.match_info["response_id"]
         found = await self._operations.cancel(tenant, response_id)
         return await self._send(request, tenant, found)
-
-    @contextlib.contextmanager
-    def _following(self, tenant: str) -> Iterator[None]:
-        """Count a client that follows a response. Raises Overloaded for too many."""
-        if self._followers[tenant] >= service_bounds.MAX_TENANT_JOB_FOLLOWERS:
-            raise errors.Overloaded("too many clients of this tenant follow responses at this router")
-        self._followers[tenant] += 1
-        try:
-            yield
-        finally:
-            self._followers[tenant] -= 1
-            self._followers += Counter()  # forgets tenants with none
 
     async def _stream(
         self, request: web.Request, tenant: str, response_id: str, *, after: int
@@ -169,7 +157,7 @@ class ResponsesRoutes:
             raise api_bounds.STARTING_AFTER_STREAM.refused()
         if is_streamed == "true":
             after = -1 if given is None else api_bounds.STARTING_AFTER.parse(given)
-            with self._following(tenant):
+            with self._followers.following(tenant):
                 return await self._stream(request, tenant, response_id, after=after)
         return await self._send(request, tenant, await self._operations.find(tenant, response_id))
 
