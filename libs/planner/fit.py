@@ -142,12 +142,11 @@ def fit_memory(
     memory: CardMemory | HostMemory,
     *,
     held: HeldForm = IN_BF16,
-    window_sequences: int = 1,
 ) -> Fit:
-    """`window_sequences`: sequences whose windows are kept, in models with such layers."""
+    """What is free. In models with windows, those of one sequence are kept."""
     stages = cut_stages(model, cut.pp)
     weights = [held.weight_bytes(model, stage.card_bytes(cut)) for stage in stages]
-    windows = [window_sequences * held.kv_bytes(stage.kv_window_bytes) for stage in stages]
+    windows = [held.kv_bytes(stage.kv_window_bytes) for stage in stages]
     token_bytes = held.kv_bytes(model.kv_token_bytes)
     if isinstance(memory, HostMemory):
         in_use = sum(weights) * cut.tp

@@ -11,6 +11,7 @@ from libs.common.fleet_bounds import MAX_TRACE_LINE_BYTES, MAX_TRACE_LINES
 from slipstream.credentials.bounded_file import open_regular
 from slipstream.errors import InvalidArgument
 
+_FLAG = "--traffic"
 # Blocks of the published traces (Mooncake): 512 tokens.
 _TRACE_BLOCK_TOKENS = 512
 
@@ -34,10 +35,10 @@ class Traffic:
         return self.prompt_tokens + self.output_tokens / 2
 
 
-def read_trace(path: Path, option: str = "--traffic") -> Traffic:
+def read_trace(path: Path) -> Traffic:
     """The mean request of a trace in Mooncake's form; a block that was seen before counts as cached.
 
-    Raises InvalidArgument for `option`, naming the line.
+    Raises InvalidArgument, naming the line.
     """
     seen: set[Any] = set()
     prompts = outputs = cached = 0.0
@@ -47,16 +48,16 @@ def read_trace(path: Path, option: str = "--traffic") -> Traffic:
             while line := file.readline(MAX_TRACE_LINE_BYTES + 1):
                 n_requests += 1
                 if n_requests > MAX_TRACE_LINES:
-                    raise InvalidArgument(option, f"{path} has more than {MAX_TRACE_LINES} lines")
-                entry = _entry(line, f"{path}, line {n_requests}", option)
+                    raise InvalidArgument(_FLAG, f"{path} has more than {MAX_TRACE_LINES} lines")
+                entry = _entry(line, f"{path}, line {n_requests}")
                 prompts += entry["input_length"]
                 outputs += entry["output_length"]
                 last_ms = max(last_ms, entry["timestamp"])
                 cached += _cached_tokens(entry["hash_ids"], seen)
     except OSError as error:
-        raise InvalidArgument(option, f"cannot read {path}: {error.strerror}") from error
+        raise InvalidArgument(_FLAG, f"cannot read {path}: {error.strerror}") from error
     if not n_requests:
-        raise InvalidArgument(option, f"{path} has no request")
+        raise InvalidArgument(_FLAG, f"{path} has no request")
     return Traffic(
         prompt_tokens=prompts / n_requests,
         cached_tokens=min(cached, prompts) / n_requests,
@@ -65,15 +66,15 @@ def read_trace(path: Path, option: str = "--traffic") -> Traffic:
     )
 
 
-def _entry(line: bytes, place: str, option: str) -> dict[str, Any]:
+def _entry(line: bytes, place: str) -> dict[str, Any]:
     if len(line) > MAX_TRACE_LINE_BYTES:
-        raise InvalidArgument(option, f"{place}: has more than {MAX_TRACE_LINE_BYTES} bytes")
+        raise InvalidArgument(_FLAG, f"{place}: has more than {MAX_TRACE_LINE_BYTES} bytes")
     try:
         entry = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        raise InvalidArgument(option, f"{place}: not UTF-8") from error
+        raise InvalidArgument(_FLAG, f"{place}: not UTF-8") from error
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument(option, f"{place}: not JSON") from error
+        raise InvalidArgument(_FLAG, f"{place}: not JSON") from error
     numbers = ("timestamp", "input_length", "output_length")
     if (
         not isinstance(entry, dict)
@@ -81,7 +82,7 @@ def _entry(line: bytes, place: str, option: str) -> dict[str, Any]:
         or not isinstance(entry.get("hash_ids", []), list)
         or not all(type(block) is int for block in entry.get("hash_ids", []))
     ):
-        raise InvalidArgument(option, f"{place}: needs the whole numbers {', '.join(numbers)} and hash_ids")
+        raise InvalidArgument(_FLAG, f"{place}: needs the whole numbers {', '.join(numbers)} and hash_ids")
     return {"hash_ids": [], **entry}
 
 

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 MAX_FAILED_BATCHES_IN_ROW = 3
 
+_STOP_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
@@ -77,13 +79,13 @@ class Batcher:
             self._queue.append(work)
             self._wake.notify_all()
 
-    async def stop(self, *, timeout_s: float = 5.0) -> None:
+    async def stop(self) -> None:
         """End after the current batch."""
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
         if self._thread is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._thread.join, timeout_s)
+            await asyncio.get_running_loop().run_in_executor(None, self._thread.join, _STOP_S)
 
     def _run(self, loaded: asyncio.Future[DraftHead]) -> None:
         try:

@@ -37,6 +37,7 @@ Drafts = Mapping[str, Sequence[int]]
 _NO_DRAFTS: Drafts = {}
 
 MAX_FAILED_STEPS_IN_ROW = 3
+_STOP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ class EngineThread:
 
         self.submit(unpause)
 
-    async def stop(self, *, timeout_s: float = 5.0) -> None:
+    async def stop(self) -> None:
         """End after the current step; commands that did not run fail as Unavailable."""
         thread = self._thread
         if thread is None:
@@ -194,9 +195,9 @@ class EngineThread:
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
-        await asyncio.get_running_loop().run_in_executor(None, thread.join, timeout_s)
+        await asyncio.get_running_loop().run_in_executor(None, thread.join, _STOP_S)
         if thread.is_alive():
-            log.warning("the engine thread did not end within %.0f s", timeout_s)
+            log.warning("the engine thread did not end within %.0f s", _STOP_S)
 
     def _run(self, built: asyncio.Future[EngineInfo]) -> None:
         assert self._loop is not None

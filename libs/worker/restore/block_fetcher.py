@@ -22,6 +22,7 @@ READ_TIMEOUT_S = 10.0
 # Adjacent reads are joined up to this size, so that blocks are verified while further ones arrive.
 JOINED_BYTES = 2 << 20
 _QUARANTINE_POLL_S = 0.25
+_MAX_READS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class FetchStats:
 
 
 class BlockFetcher:
-    """Reads of one worker. At most `max_reads` run at once, over all its sequences."""
+    """Reads of one worker. At most `_MAX_READS` run at once, over all its sequences."""
 
     def __init__(
         self,
@@ -52,7 +53,6 @@ class BlockFetcher:
         thread: EngineThread,
         counters: Counters,
         *,
-        max_reads: int = 4,
         batch_bytes: int = 16 << 20,
     ) -> None:
         self._transport = transport
@@ -60,7 +60,7 @@ class BlockFetcher:
         self._thread = thread
         self._counters = counters
         self.page_bytes = memory.page_bytes
-        self._slots = asyncio.Semaphore(max_reads)
+        self._slots = asyncio.Semaphore(_MAX_READS)
         self.batch_blocks = max(1, min(64, batch_bytes // memory.page_bytes))
         self._unpinning: set[asyncio.Task[None]] = set()
         self.quarantined_pages = 0

@@ -114,9 +114,9 @@ class ApiKeys:
         key = "" if self._records is None else given_key(headers)
         return key_hash(key) if key else b""
 
-    def tenant_of(self, headers: Mapping[str, str], *, over_http: bool = False) -> str:
+    def tenant_of(self, headers: Mapping[str, str]) -> str:
         """The tenant of a request's key. Raises Unauthenticated."""
-        return self.identify(headers, over_http=over_http).tenant
+        return self.identify(headers).tenant
 
     def has_key(self, headers: Mapping[str, str]) -> bool:
         """Whether the headers carry a key, right or wrong."""

@@ -48,7 +48,6 @@ class Console:
         jobs: JobView,
         *,
         chat: Handler,
-        files: StaticFiles | None = None,
     ) -> None:
         """`chat` handles the body of a chat completion."""
         self._context = context
@@ -59,7 +58,7 @@ class Console:
         self._drains = drains
         self._jobs = jobs
         self._chat_handler = chat
-        self._files = files or StaticFiles()
+        self._files = StaticFiles()
         self._rates = RateWindow()
         self.events = EventHub(self)
 

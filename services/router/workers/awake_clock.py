@@ -17,19 +17,16 @@ LONGEST_ITERATION_S = 0.5
 class AwakeClock:
     """Seconds that never jump: follows `clock` (monotonic) while `tick` is called every `TICK_S`."""
 
-    def __init__(
-        self, clock: Callable[[], float], *, longest_iteration_s: float = LONGEST_ITERATION_S
-    ) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._longest_iteration_s = longest_iteration_s
         self._ticked_s = clock()
         self._awake_s = 0.0
 
     def now_s(self) -> float:
-        """Never falls, and between two ticks rises by `longest_iteration_s` at most."""
+        """Never falls, and between two ticks rises by LONGEST_ITERATION_S at most."""
         iteration_s = self._clock() - self._ticked_s
-        if iteration_s > self._longest_iteration_s:
-            iteration_s = self._longest_iteration_s
+        if iteration_s > LONGEST_ITERATION_S:
+            iteration_s = LONGEST_ITERATION_S
         elif iteration_s < 0.0:
             iteration_s = 0.0
         return self._awake_s + iteration_s

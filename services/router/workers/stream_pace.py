@@ -17,15 +17,12 @@ _READ_S = 200e-6
 class StreamPace:
     """A token bucket in seconds of the event loop."""
 
-    def __init__(
-        self, *, now_s: float, share: float = BLOCK_EVENTS_SHARE, burst_s: float = BLOCK_EVENTS_BURST_S
-    ) -> None:
-        self._share, self._burst_s = share, burst_s
-        self._left_s, self._at_s = burst_s, now_s
+    def __init__(self, *, now_s: float) -> None:
+        self._left_s, self._at_s = BLOCK_EVENTS_BURST_S, now_s
 
     def spent(self, elapsed_s: float, *, now_s: float) -> float:
         """Take the cost of one message; returns the pause that it is due, 0 within the share."""
-        refilled_s = self._left_s + max(now_s - self._at_s, 0.0) * self._share
-        self._left_s = min(refilled_s, self._burst_s) - elapsed_s - _READ_S
+        refilled_s = self._left_s + max(now_s - self._at_s, 0.0) * BLOCK_EVENTS_SHARE
+        self._left_s = min(refilled_s, BLOCK_EVENTS_BURST_S) - elapsed_s - _READ_S
         self._at_s = now_s
-        return max(-self._left_s, 0.0) / self._share
+        return max(-self._left_s, 0.0) / BLOCK_EVENTS_SHARE

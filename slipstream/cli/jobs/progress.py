@@ -20,9 +20,9 @@ from slipstream.jobs.messages import FinishedJob, GroupProgress, SubmittedJob
 _SHOWN_FAILURES = 3
 
 
-def follow_group(jobs: BlockingJobs, group_id: str, *, console: Console | None = None) -> GroupProgress:
+def follow_group(jobs: BlockingJobs, group_id: str) -> GroupProgress:
     """Show a bar until all jobs of a group have ended; in a pipe, a line for the end. Returns the counts."""
-    console = console or Console(stderr=not sys.stdout.isatty())
+    console = Console(stderr=not sys.stdout.isatty())
     counts = GroupProgress(0, 0, 0, 0, 0, 0)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -61,7 +61,7 @@ def print_document(document: Mapping[str, Any]) -> None:
     print(harmless(text) if sys.stdout.isatty() else text)
 
 
-def print_jobs(jobs: Iterable[SubmittedJob], *, console: Console | None = None) -> None:
+def print_jobs(jobs: Iterable[SubmittedJob]) -> None:
     """A table of jobs."""
     names = ("job", "group", "reference", "state", "submitted")
     table = figures_table(names, ("http_status", "tokens", "seconds"))
@@ -73,4 +73,4 @@ def print_jobs(jobs: Iterable[SubmittedJob], *, console: Console | None = None) 
         table.add_row(
             *[cell(text) for text in texts], str(job.http_status or ""), str(job.output_tokens), took
         )
-    print_table(table, console=console)
+    print_table(table)

@@ -36,7 +36,6 @@ class DiskTable:
         n_slabs: int,
         slab_bytes: int,
         tenant_share: float = 1.0,
-        rng: random.Random | None = None,
     ) -> None:
         """`tenant_share`: the part of all slots that one tenant may fill."""
         self.slab_bytes = slab_bytes
@@ -56,7 +55,7 @@ class DiskTable:
             self.slabs,
             self._holds.keys(),
             quota=self.quota,
-            rng=rng or random.Random(0),
+            rng=random.Random(0),  # of samples: their seed need not differ
         )
         self.n_bytes = 0
         self.evictions = 0

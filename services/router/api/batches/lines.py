@@ -62,8 +62,7 @@ _DELIVERY_DECODER = msgspec.json.Decoder(_Delivery)
 class LineSplitter:
     """Cuts a file that arrives in pieces. Raises InvalidArgument for a line that is too long."""
 
-    def __init__(self, *, max_line_bytes: int = batch_bounds.MAX_LINE_BYTES) -> None:
-        self._max_line_bytes = max_line_bytes
+    def __init__(self) -> None:
         self._rest: list[bytes] = []
         self._rest_bytes = 0
         self._number = 0
@@ -99,8 +98,8 @@ class LineSplitter:
 
     def _keep(self, data: bytes) -> None:
         self._rest_bytes += len(data)
-        if self._rest_bytes > self._max_line_bytes:
-            words = f"has more than {self._max_line_bytes} bytes"
+        if self._rest_bytes > batch_bounds.MAX_LINE_BYTES:
+            words = f"has more than {batch_bounds.MAX_LINE_BYTES} bytes"
             raise InvalidArgument(f"line {self._number + 1}", words)
         self._rest.append(data)
 

@@ -75,13 +75,12 @@ class GenerationEndpoint:
         clock: Callable[[], float],
         write_stall_s: float,
         sent: TextShares,
-        keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         self._manager = manager
         self._reader = reader
         self._clock = clock
         self.write_stall_s = write_stall_s
-        self.keep_alive_s = keep_alive_s
+        self.keep_alive_s = KEEP_ALIVE_S
         self.delivery = AnswerDelivery(sent)
 
     async def generate(

@@ -36,10 +36,7 @@ _Keep = Callable[[Sequence[router_pb2.GenerateEvent]], Awaitable[None]]
 
 
 class GenerateMethod:
-    """The method. `write_stall_s`: how long a client may leave an answer unread.
-
-    `reset_s`: how long it may then leave the status unread.
-    """
+    """The method. `write_stall_s`: how long a client may leave an answer unread."""
 
     def __init__(
         self,
@@ -50,7 +47,6 @@ class GenerateMethod:
         *,
         clock: Callable[[], float],
         write_stall_s: float = service_bounds.WRITE_STALL_S,
-        reset_s: float = service_bounds.GRPC_RESET_S,
     ) -> None:
         self._manager = manager
         self._callers = callers
@@ -59,7 +55,7 @@ class GenerateMethod:
         self._clock = clock
         self._texts = TokenTexts(manager.context.card, manager.context.threads)
         self.write_stall_s = write_stall_s
-        self.reset_s = reset_s
+        self.reset_s = service_bounds.GRPC_RESET_S  # how long it may then leave the status unread
 
     async def generate(self, data: bytes, context: Context) -> bytes:
         """Generate, and return the last response. The request's task outlives no end of this call.

@@ -28,12 +28,9 @@ _REFUSALS = (errors.Overloaded, errors.Draining)
 class RetryPolicy:
     """The failures of one request. `avoid`: keys of the workers that the next attempt should not use."""
 
-    def __init__(
-        self, *, max_fruitless: int = MAX_FRUITLESS_ATTEMPTS, max_attempts: int = MAX_ATTEMPTS
-    ) -> None:
+    def __init__(self, *, max_attempts: int = MAX_ATTEMPTS) -> None:
         self.avoid: set[str] = set()
         self.error: errors.SlipstreamError | None = None  # of the last attempt
-        self._max_fruitless = max_fruitless
         self._max_attempts = max_attempts
         self._fruitless = 0
         self._attempts = 0
@@ -60,6 +57,6 @@ class RetryPolicy:
         elif not isinstance(error, errors.Draining):
             self._fruitless += 1
         is_final = not isinstance(error, _RETRYABLE) or isinstance(error, errors.Quarantined)
-        if is_final or self._fruitless >= self._max_fruitless or self._attempts >= self._max_attempts:
+        if is_final or self._fruitless >= MAX_FRUITLESS_ATTEMPTS or self._attempts >= self._max_attempts:
             raise error
         self.avoid.update(filter(None, (worker, other)))
