@@ -2,7 +2,7 @@
 
 Both APIs of the router check with these rows (where: services/router/request/validation.py) and refuse in the
 same words. docs/bounds.md is made from the table (`python -m libs.common.service_bounds > docs/bounds.md`); a
-test holds the two together, and each row has a test that refuses a bad value on each of its APIs. Pure.
+test holds the two together. Each row has a test that refuses a bad value on each of its APIs. Pure.
 """
 
 from __future__ import annotations

@@ -160,11 +160,11 @@ class Client:
         resume_within_s: float = RESUME_WITHIN_S,
         max_retries: int = MAX_RETRIES,
     ) -> None:
-        """`endpoint`: "host:port" of a router, or of several, comma-separated or as a list: the first is
-        used until it is lost. `resume_within_s`: how long a stream that lost its router tries to go on;
-        0 = it fails at once. `max_retries`: how often a call that is refused with Overloaded is made
-        again after the pause that the refusal names, within its time-out and unless it says
-        `reject_if_busy`."""
+        """`endpoint`: "host:port" of a router, or of several, comma-separated or as a list: the first is used
+        until it is lost. `resume_within_s`: how long a stream that lost its router tries to go on; 0 = it
+        fails at once. `max_retries`: how often a call that is refused with Overloaded is made again, after
+        the pause that the refusal names. It ends with the call's time-out; a call with `reject_if_busy` is
+        not made again."""
         check_tls(tls)
         self._endpoints: Endpoints[grpc.Channel] = Endpoints(endpoint, lambda name: _dial(name, tls))
         self._api_key = api_key

@@ -1,7 +1,7 @@
 """The table of sampling parameters: the name, type, default and range of each. Pure.
 
-A field of `SamplingParams` that is annotated with a `Range` is plain: its name is the same in JSON bodies, in
-the messages `Sampling` and `SamplingParams` and in the engine, and the router and the workers read, check and
+A field of `SamplingParams` that is annotated with a `Range` is plain. Its name is the same in JSON bodies, in
+the messages `Sampling` and `SamplingParams` and in the engine. The router and the workers read, check and
 copy all plain fields by `SAMPLING_RANGES`. Each step has separate code for the other fields.
 """
 

@@ -1,7 +1,7 @@
 """How the masters of the Mooncake Store pool are found and started: on loopback, elected through etcd.
 
-The leader's log of changes (oplog) is in etcd too, so that a master that takes over, or is started again,
-knows every value that the nodes hold. Without etcd a master forgets everything when it ends.
+The leader's log of changes (oplog) is in etcd too. So a master that takes over, or is started again, knows
+every value that the nodes hold. Without etcd a master forgets everything when it ends.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from slipstream.errors import FailedPrecondition, InvalidArgument
 FIRST_PORT, LAST_PORT = 20_000, 29_999
 
 
-# A process claims ports by blocks, each by an abstract socket name (Linux), because seconds pass between the
-# choice of a port and its use, or its reuse after a kill. Claims of a process's last clusters stay open. The
-# kernel frees the names at the process's end; like ports, they belong to one network namespace.
+# A process claims ports by blocks, each by an abstract socket name (Linux). Seconds pass between the choice
+# of a port and its use, or its reuse after a kill. Claims of a process's last clusters stay open. The kernel
+# frees the names at the process's end; like ports, they belong to one network namespace.
 _BLOCK_PORTS = 32
 _MAX_CLAIMS = 64
 _claims: collections.deque[socket.socket] = collections.deque()

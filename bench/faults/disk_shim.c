@@ -3,7 +3,7 @@
    FILE holds a `control`, mapped and shared, so that a change is seen at once and calls are counted. Only calls
    on paths below DIR, and on descriptors opened there, are touched. A call that hangs goes on when its fault is
    lifted, as one that a disk answers late. Reads that the kernel does by itself would go past it, so the process
-   is told that there is no io_uring, as where a sandbox forbids it. */
+   finds no io_uring, as where a sandbox forbids it. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>

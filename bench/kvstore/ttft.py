@@ -123,11 +123,11 @@ class TtftBench:
     async def _between(self, scenario: str) -> None:
         """Wait until everything is stored and quiet; then restart the processes that must forget it."""
         await self._quiet()
-        anew = {"dram": [FIRST], "nvme": [FIRST, STORE]}.get(scenario, [])
-        for instance in anew:
+        again = {"dram": [FIRST], "nvme": [FIRST, STORE]}.get(scenario, [])
+        for instance in again:
             await self._cluster.hold(instance)
             await self._cluster.release(instance)
-        if anew:
+        if again:
             await self._quiet()
             await asyncio.sleep(2.0)  # workers leave a store that was unavailable alone for a moment
 

@@ -3,8 +3,8 @@
     h_i = BLAKE2b-128(key = salt_i, h_{i-1} || tokens_i as little-endian u32),   h_{-1} = root
 
 `root` is the 16-byte digest of the model fingerprint, so blocks of different models, layouts or dtypes have
-different hashes. `salt_i` is that of the authenticated tenant, keyed by the cluster's secret, so blocks of
-different tenants have different hashes, too, which no one else can compute. Only blocks within a configured
+different hashes. `salt_i` is that of the authenticated tenant, keyed by the cluster's secret. So blocks of
+different tenants have different hashes, which other processes cannot compute. Only blocks within a configured
 prefix have a salt that all tenants share. Specification with test vectors: docs/block-hash.md.
 """
 

@@ -1,8 +1,8 @@
 """The checksum of every KV block, on the wire and on disk: xxh3-128 of memory by address.
 
 16 bytes, big-endian (xxHash's canonical form). With a key, xxh3 runs under a secret of 192 bytes that is
-derived from the key, so that a process without the key cannot compute a block's checksum. docs/security.md
-states which attackers that stops. Without a key the checksum detects damage, but no deliberate forgery.
+derived from the key. A process without the key cannot compute a block's checksum. docs/security.md states
+which attackers that stops. Without a key the checksum detects damage, but no deliberate forgery.
 """
 
 from __future__ import annotations

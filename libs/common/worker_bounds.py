@@ -14,8 +14,8 @@ MAX_BATCH = 65_536
 MAX_STEP_TOKENS = 1 << 20
 # Prompts whose draft features are on their way at once. A slot has 512 rows.
 MAX_PROMPT_FEATURES = 64
-# From here on a read of features by the KV transport costs no more processor time than a message has, and
-# steps of other sequences wait 0.8 of the time (`bench.draft_rows`).
+# From here on a read of features by the KV transport costs no more processor time than a message has. Steps
+# of other sequences wait 0.8 of the time (`bench.draft_rows`).
 LEAST_EXPORTED_BYTES = 1 << 20
 # Such pieces of one decode worker that are not answered, and how long each waits for its answer: longer than
 # a read can take.

@@ -1,7 +1,8 @@
 """Cards that a plan can name, and the form `8xh100-80` in which it names them.
 
 Memory is what a process sees (nvidia-smi), not the data sheet's. Bandwidth and FLOP/s are what a copy and a
-bf16 matrix product on random data reach; where nothing measured is known, 0.9 and 0.8 of the data sheet.
+bf16 matrix product on random data reach. Where no measured value is known, they are 0.9 and 0.8 of the data
+sheet.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from libs.planner.exchanges import GATHERED, SumForm, hops_s, share_s, sum_s
 from libs.planner.fit import kv_shares
 from libs.planner.model_shape import LayerShape, ModelShape
 
-# The share of the ceilings that whole engines reach: the one fitted number, by the published curve of
+# The share of the ceilings that whole engines reach. It is the one fitted number, by the published curve of
 # Kimi-K2.5 on 8 x H200 (docs/planner.md has its points and the errors).
 EFFICIENCY = 0.48
 # A dozen kernels a layer at 3 us a launch.

@@ -28,8 +28,8 @@ MAX_USES = 16
 # With 2,000 states of the lexer all 2,791 that were walked go on; 50,000 take up to 45 MB.
 _limits = partial(LLParserLimits, initial_lexer_fuel=4_000_000, max_lexer_states=50_000, verbose_errors=False)
 LIMITS = _limits(step_max_items=8_000, max_items_in_row=1_500)
-# A client's own grammar may be ambiguous in every way, so that a mask takes the cube of its size: with these
-# limits up to 10 ms. The choices of one request have as many masks in a step.
+# A client's own grammar may be ambiguous in every way, so that a mask takes the cube of its size. With these
+# limits a mask takes up to 10 ms. The choices of one request have as many masks in a step.
 _client_limits = partial(_limits, step_max_items=2_000, max_items_in_row=300)
 CLIENT_LIMITS = _client_limits()
 MAX_CLIENT_SYMBOLS = 300

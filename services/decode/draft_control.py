@@ -2,7 +2,7 @@
 
 Both kinds of Speculation ask `begin` on the engine's thread, when EngineThread asks them for drafts.
 
-Time counts from the end of one step to the end of the next one, as long as the same sequences run: that
+Time counts from the end of one step to the end of the next one, as long as the same sequences run. That
 covers all that drafts cost a decode worker, also between its steps. Not thread-safe.
 """
 

@@ -47,8 +47,9 @@ class DraftExports:
         timeout_s: float = EXPORTED_ROWS_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Smaller pieces than `least_bytes` travel in messages. Of `most_pieces` at once the others do: the
-        other slots are for features of prompts that this worker reads."""
+        """Pieces smaller than `least_bytes` go in messages, and so do those beyond `most_pieces` at once.
+
+        The slots that these leave are for features of prompts that this worker reads."""
         self._memory = memory
         self._transport = transport
         self._counters = counters

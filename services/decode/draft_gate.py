@@ -1,7 +1,7 @@
 """Whether drafts pay here and now: measured, not assumed. Pure; times are given.
 
 Drafts save steps and cost work, waits and wider steps. What prevails depends on model, machine, text, batch
-and context length. So the gate keeps the time of one token of a sequence in the way that runs now, and tries
+and context length. The gate measures the time of one token of a sequence in the way that runs now. It tries
 the other way from time to time. Trials take a bounded share of the time, whatever one of them costs.
 """
 
@@ -90,7 +90,7 @@ class DraftGate:
     tokens are judged apart; a new bucket begins with the verdict of its nearest neighbour, and with the pause
     of one with no more sequences.
 
-    A trial of drafts is one of all batches: their number of sequences changes within a few steps, and drafts
+    A trial of drafts is one of all batches. Their number of sequences changes within a few steps, and drafts
     that stop in between cost what the trial asks about. It begins once the contexts of all sequences are
     whole: a head that lacks half of a context drafts half as well. It ends where one bucket has enough steps,
     and judges all that have `least_steps`. Batches without drafts keep features for some steps after one with

@@ -4,7 +4,7 @@ The engine's thread calls `drafts` before a step and `stepped` after it; everyth
 event loop. Both share the DraftState (draft_state.py) under one lock. Losing the drafter costs speed only:
 no step waits for one that is gone or silent.
 
-The stream is not a MultiplexedClient: it has no handles, and a message is made only when the last one was
+The stream is not a MultiplexedClient. It has no handles, and a message is made only when the last one was
 written, of all rows that wait by then.
 """
 
@@ -61,7 +61,7 @@ class Speculation(Protocol):
         ...
 
     async def close(self) -> None:
-        """End everything."""
+        """End the stream to the drafter, or the local head."""
         ...
 
     def prompt_rows(self, context_tokens: int) -> int:

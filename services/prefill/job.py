@@ -193,7 +193,7 @@ class PrefillJob(SequenceTask):
         self.events.put_nowait(prefill_pb2.PrefillEvent(opened=opened))
 
     async def _restore(self, reservation: PageReservation) -> int:
-        """Take what the peer and then the kvstore hold beyond the own cache; the tokens there is KV for."""
+        """Restore blocks beyond the own cache from the peer, then the kvstore. Returns the tokens with KV."""
         spec, block_tokens = self.plan.spec, self._core.info.block_tokens
         first = reservation.cached_tokens // block_tokens
         usable = spec.restorable_hashes(block_tokens)

@@ -49,7 +49,7 @@ def check_pair(certificate: Path, key: Path) -> None:
         raise TlsFault(["key"], f"{key} is not PEM with a private key{_holds_instead(key_text)}")
     if any(words in found[0] for words in _ENCRYPTED):
         again = f"`openssl pkey -in {key} -out NEW` writes it without"
-        raise TlsFault(["key"], f"{key} is encrypted, and nobody can type its passphrase: {again}")
+        raise TlsFault(["key"], f"{key} is encrypted, and a service asks for no passphrase: {again}")
     try:
         # A passphrase, so that OpenSSL never asks the terminal for one.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "")

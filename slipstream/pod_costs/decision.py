@@ -2,7 +2,7 @@
 
 Each write is an update of a pod, which every watcher of pods sees. So a cost that moves a little is left as
 it stands, and a pod is written at most once a minute. A router that has just started knows little of the
-workers' KV, and each round may ask another one: a cost counts once two rounds in a row want another.
+workers' KV, and each round may ask another one. A cost counts once two rounds in a row want another.
 """
 
 from __future__ import annotations

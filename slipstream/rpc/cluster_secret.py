@@ -1,7 +1,7 @@
 """The secret that all processes of a cluster share, and the keys derived from it.
 
-No key is used for two purposes: each use has a label, and `derive` gives it a key of 32 bytes
-(HMAC-SHA256 of the label under the secret, as in HKDF's expand step, RFC 5869).
+No key is used for two purposes. Each use has a label, and `derive` gives it a key of 32 bytes (HMAC-SHA256 of
+the label under the secret, as in HKDF's expand step, RFC 5869).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The configuration file of a cluster as `slipstream up` reads it: its own section, and what services take.
 
 Services read the file themselves. The supervisor needs some of their settings too, such as certificates. The
-file may be that of another place, such as the manifests': docs/configuration.md says what `up` sets by itself
+file may be that of another place, such as the manifests'. docs/configuration.md says what `up` sets by itself
 whatever the file says, and `_unused` which paths of the file no setting takes.
 """
 

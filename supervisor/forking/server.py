@@ -47,7 +47,7 @@ class ServiceEnd:
     """Ends a forked service behind its exit handlers, without destroying its modules.
 
     The interpreter would visit each object of the modules, and so copy each page that the fork shares with
-    this server: 0.4 s of processor time for a worker with torch.
+    this server. That is 0.4 s of processor time for a worker with torch.
     """
 
     def __init__(self) -> None:

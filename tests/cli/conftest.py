@@ -1,4 +1,4 @@
-"""Commands that need a process of their own."""
+"""Commands that need a separate process."""
 
 from __future__ import annotations
 

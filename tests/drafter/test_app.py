@@ -41,7 +41,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_only_the_kernels_have_threads_beside_the_heads(
     tmp_path: Path, pools: list[int], monkeypatch: pytest.MonkeyPatch, stated: int | None
 ) -> None:
-    """Attention of a head is torch's: with threads of its own they would spin on the pool's cores."""
+    """Attention of a head is torch's, whose idle threads would spin on the cores of the pool."""
     target, head_dir = tmp_path / "target", tmp_path / "head"
     write_random_checkpoint(target, RandomCheckpoint(dtype="float32", prefix="language_model."))
     write_random_head(head_dir, RandomHead())

@@ -1,4 +1,4 @@
-"""With mTLS clients and peers have different trust, and certificates tell operators from peers."""
+"""With mTLS clients and peers have different trust, and certificates distinguish operators and peers."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def test_endpoints_take_turns() -> None:
     endpoints = Endpoints("a:1, b:2", dialled)
     assert endpoints.current(str) == ("a:1", "a:1")
     endpoints.lost("a:1")
-    endpoints.lost("a:1")  # late news of another stream
+    endpoints.lost("a:1")  # another stream reports it, too
     assert endpoints.current(str)[0] == "b:2"
     endpoints.lost("b:2")
     assert endpoints.current(str)[0] == "a:1"

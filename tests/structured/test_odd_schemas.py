@@ -238,7 +238,7 @@ def test_keys_of_each_tool_call_are_distinct(vocabulary: GrammarVocabulary, toke
         (
             {"minProperties": 3, "additionalProperties": {"const": "\x01"}},
             "response_format.additionalProperties.const",
-            "has a control character, and minProperties has undeclared keys told apart",
+            "has a control character, and minProperties distinguishes undeclared keys",
         ),
         (
             {**_CLOSED, "minProperties": 2, "maxProperties": 2},

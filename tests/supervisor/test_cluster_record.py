@@ -1,4 +1,4 @@
-"""What the record of a cluster tells others."""
+"""What other processes read in the record of a cluster."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 
 # Short enough to remove a dead worker soon, long enough for etcd to elect a new leader.
 LEASE_TTL_S = 10
-# The least time between two snapshots. One costs as much as the fleet is large, and its readers compare it; a
-# change costs little, so that many changes a second must not each bring a snapshot.
+# The least time between two snapshots. One costs as much as the fleet is large, and its readers compare it. A
+# change costs little, so many changes a second bring one snapshot.
 SNAPSHOT_INTERVAL_S = 0.1
 _LEAVE_TIMEOUT_S = 1.0
 _SHOWN_CHARS = 256

@@ -3,8 +3,8 @@
     await report_exit(client, run, crashed=crashed)         # the supervisor, at once
     await EtcdExitReports(client).has_crashed(run)          # a router, before it quarantines a request
 
-Routers share a worker, and each one sees its own requests alone. So each one reports how many of them ran
-on a worker that crashed, and asks for those of the others before it calls a request the cause.
+Routers share a worker, and each one sees its own requests alone. So each one reports how many of them ran on
+a worker that crashed. It asks for those of the others before it calls a request the cause.
 
 `is_crash` (runtime/exit_codes.py) judges an exit. Reports are on a lease, so they expire.
 """

@@ -1,6 +1,6 @@
 """The figures of a load report that others may count with. Pure.
 
-A report is another process's word. Placement and autoscaling add, divide and compare its figures: one NaN
+A report is another process's word. Placement and autoscaling add, divide and compare its figures. One NaN
 would make every comparison false, and one infinite or negative figure would decide for the whole tier.
 """
 

@@ -5,7 +5,7 @@
     placements.get(session)                    # from memory; requests never wait for etcd
     placements.put(session, placement)         # seen by `get` at once, by other routers a moment later
 
-A placement is a hint of where KV is, and claims nothing: two routers may run requests of a session at the
+A placement is a hint of where KV is, and claims nothing. Two routers may run requests of a session at the
 same time, and the later record counts (ADR 0065).
 
 Each router watches the prefix of the records, so it knows all placements, even after a restart. Changes are

@@ -1,6 +1,6 @@
 """Bounds what the chunks of an HTTP body may add to it.
 
-A chunk of one byte takes six on the wire, and as much processor time as one of many: a client that sends
+A chunk of one byte takes six on the wire, and as much processor time as one of many. A client that sends
 megabytes of them would hold the event loop for seconds.
 """
 
@@ -13,8 +13,8 @@ from aiohttp.web_protocol import RequestPayloadError
 
 # As much as a TLS record and what is around it. asyncio would read 256 KiB at once: 43,000 chunks of a byte.
 READ_BYTES = 32 << 10
-# A body may have so many bytes that are none of its content, and an eighth of these more: chunks of 64 bytes
-# and more fit however long it is.
+# A body may have so many bytes that are none of its content, and an eighth of its content more. Chunks of 64
+# bytes and more fit however long it is.
 _MAX_OVERHEAD_BYTES = 32 << 10
 _OVERHEAD_SHARE = 8
 
@@ -36,7 +36,7 @@ class ArrivingBody:
         self._raw_bytes = 0
 
     def is_refused(self, n_bytes: int) -> bool:
-        """Take note of bytes that arrived; whether the body ends here, because its chunks are too small."""
+        """Count bytes that arrived. Returns whether the body ends here, because its chunks are too small."""
         self._raw_bytes += n_bytes
         content_bytes = self._content.total_bytes - self._begin_bytes
         most = _MAX_OVERHEAD_BYTES + content_bytes // _OVERHEAD_SHARE

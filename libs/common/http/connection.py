@@ -332,7 +332,7 @@ def _bound_unread(transport: asyncio.BaseTransport, stall_s: float) -> None:
     """Let the kernel end the connection when its client takes nothing for that time, and keep little for it.
 
     The keep-alive time-out alone does not: a transport that closes waits until its buffer is sent. The kernel
-    would keep up to 4 MB that no client takes, and asyncio 512 KiB with TLS: an unread stream would look like
+    would keep up to 4 MB that no client takes, and asyncio 512 KiB with TLS. An unread stream would look like
     one that is read.
     """
     if isinstance(transport, asyncio.WriteTransport):

@@ -57,7 +57,7 @@ class HttpGuard:
         """The rules for a listener at `endpoint` (host:port).
 
         Without a list of hosts a loopback listener takes addresses and localhost only, and any other listener
-        takes every name: its operator's DNS and proxies decide what leads there.
+        takes every name. Its operator's DNS and proxies decide what leads there.
         """
         listed = frozenset(name.lower() for name in allowed_hosts)
         host = endpoint.rpartition(":")[0]

@@ -1,9 +1,10 @@
 """Ends a gRPC call from the server's side, where its client reads nothing.
 
-gRPC for asyncio has no method for it: a status waits behind the data that the client does not read, and a
+gRPC for asyncio has no method for it. A status waits behind the data that the client does not read, and a
 cancelled handler leaves the call open. A call has two tasks, its handler and one that waits for the client's
 end. With both cancelled nothing refers to the call, and gRPC resets its stream. The loop of a server keeps
-two calls, its first one for ever and the last one until the next arrives: these end without a task, unreset.
+two calls, its first one for ever and the last one until the next arrives. These end without a task, and are
+not reset.
 """
 
 from __future__ import annotations

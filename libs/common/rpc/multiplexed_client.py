@@ -2,7 +2,7 @@
 
 A command has a handle, and whatever receives its answers is registered under that handle. The call opens with
 the first command and stays open. When it breaks, everything registered fails, and the next command opens
-another call. Commands sent in one iteration of the event loop are written in one message: a write costs its
+another call. Commands sent in one iteration of the event loop are written in one message. A write costs its
 call, its threads and their wake-ups at both ends, whatever it carries.
 
 Only the stream's own two tasks wait at the call. Cancelling a task that waits for its write cancels the whole

@@ -12,9 +12,9 @@ with its traceback and leaves as INTERNAL without details.
 
 An interceptor that raises such an error refuses the call before any of its message is read.
 
-Half-open clients: gRPC closes a connection whose TLS or HTTP/2 handshake is not done within
-GRPC_HANDSHAKE_S, and one, with calls or without, whose peer does not answer a ping. A call whose message
-does not arrive within REQUEST_READ_S is refused.
+Half-open clients: gRPC closes a connection whose TLS or HTTP/2 handshake is not done within GRPC_HANDSHAKE_S.
+It also closes one, with calls or without, whose peer does not answer a ping. A call whose message does not
+arrive within REQUEST_READ_S is refused.
 """
 
 from __future__ import annotations
@@ -384,9 +384,9 @@ def metadata_of(context: Context) -> dict[str, str]:
 def _status_of(error: Exception, method: str, context: Context) -> grpc.Status:
     """The status that the caller receives.
 
-    gRPC keeps the exception that an abort raises, which keeps the frames that it passed, and what led to
-    it: a frame that still referred to the call, or an error that was being handled, would keep all of it
-    until the garbage collector runs. Refusals come by the hundred: it would run in the middle of one.
+    gRPC keeps the exception that an abort raises, which keeps the frames that it passed, and what led to it.
+    A frame that referred to the call, or an error that was being handled, would keep all of it until the
+    garbage collector runs. Refusals come by the hundred: it would run in the middle of one.
     """
     left_out = context.code() is grpc.StatusCode.UNIMPLEMENTED  # as the stubs say
     if left_out and isinstance(error, NotImplementedError):

@@ -1,9 +1,9 @@
 """The request of a call that takes one message, read after the call's metadata was accepted.
 
-gRPC reads the message of a unary call before any code of a service runs, so that a caller without a key
-fills the memory with it. On the wire a unary call and a stream of one request are equal: a host serves both
-as streams, and the wrapped handler reads the message itself. What nothing reads stays in the flow-control
-window of its connection.
+gRPC reads the message of a unary call before any code of a service runs. A caller without a key would fill
+the memory with it. On the wire a unary call and a stream of one request are equal. A host serves both as
+streams, and the wrapped handler reads the message itself. What nothing reads stays in the flow-control window
+of its connection.
 """
 
 from __future__ import annotations

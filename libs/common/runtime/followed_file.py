@@ -1,6 +1,6 @@
 """Follows a file: a changed one counts within two seconds, without a restart.
 
-A file that is rewritten in place, and not replaced, counts once two polls find it the same: in between it may
+A file that is rewritten in place, and not replaced, counts once two polls find it the same. In between it may
 be cut anywhere, and a cut file without some of its tables is well-formed.
 """
 

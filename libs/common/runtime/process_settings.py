@@ -158,7 +158,7 @@ class ServiceSettings:
         return Dial(self.tls(), tokens)
 
     def given_as(self, name: str) -> str:
-        """The flag, the variable or the key of the file that gave a setting; its flag where nothing did."""
+        """The flag, the variable or the key of the file that gave a setting; without any, its flag."""
         return self.sources.get(name, rows(type(self))[name].flag)
 
     def warn_of_exposed_secrets(self) -> None:

@@ -10,9 +10,9 @@ where many requests share a call. Only a front door begins traces: a call withou
 particular request, has no span. Without an exporter each function here costs one comparison, so callers ask
 `enabled` only before they compute what only a span needs.
 
-Spans are exported by a separate thread from a queue that is bounded and drops what does not fit; a
-collector that is unavailable costs no request anything. Attributes are named `slipstream.NAME`, but for those
-of OpenTelemetry's conventions (`describe`).
+Spans are exported by a separate thread from a queue that is bounded and drops what does not fit. A collector
+that is unavailable costs no request anything. Attributes are named `slipstream.NAME`, but for those of
+OpenTelemetry's conventions (`describe`).
 """
 
 from __future__ import annotations

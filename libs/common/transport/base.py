@@ -16,7 +16,7 @@ Errors of `read`, all TransferError (so UNAVAILABLE: the caller falls back or re
     TransportClosed    after close, or in a forked child
 
 After a failed, timed-out or cancelled read the content of its destination is undefined. When `read` has
-ended, no late byte lands there, with one exception: a peer that keeps sending a few bytes can keep an
+ended, no late byte lands there, with one exception. A peer that keeps sending a few bytes can keep an
 engine's transfer open without bound. Then the error has `quiet=False` and the destination is quarantined:
 `quarantined` is true, and new reads into it are refused until the engine's transfer ends. The owner must not
 reuse such memory before that.

@@ -55,13 +55,12 @@ def open_transport(
 
     `host` is where peers reach this process, and may be a name. `bind` is the HOST:PORT that the socket
     transport or Mooncake's probe listens on, by default any free port of `host`. `advertise` is the HOST:PORT
-    that peers dial instead of `host` and the bound port, which port 0 keeps; the ports of Mooncake's engines
+    that peers dial instead of `host` and the bound port, which port 0 keeps. The ports of Mooncake's engines
     stay those that they chose. auto is socket where peers dial a loopback address, as Mooncake's ports are
     open on all interfaces. Elsewhere it is Mooncake over TCP if its libraries load, else socket. One log line
-    names the choice. `serves`: else this process only reads, and the socket transport opens no port.
-    Raises ValueError for an unknown choice, FailedPrecondition when a requested Mooncake
-    does not load or an RDMA device is missing or unusable, TransferRefused when the engine does not start or
-    the port is taken.
+    names the choice. `serves`: else this process only reads, and the socket transport opens no port. Raises
+    ValueError for an unknown choice, FailedPrecondition when a requested Mooncake does not load or an RDMA
+    device is missing or unusable, TransferRefused when the engine does not start or the port is taken.
     """
     choice = TransportChoice.parse(text)
     bind = bind or f"{host}:0"

@@ -20,7 +20,7 @@ def page_rounded(n_bytes: int) -> int:
 class PageAlignedMemory:
     """Zeroed anonymous memory. The kernel commits each page at its first access.
 
-    Large memory uses huge pages if the kernel has them: a direct read of a block then fills a few pieces of
+    Large memory uses huge pages if the kernel has them. A direct read of a block then fills a few pieces of
     memory instead of a thousand. The mapping is private, because shared memory has huge pages only on
     machines set up for it. A forked child does not get the mapping: otherwise a write after a fork would copy
     pages away from a device that fills them.

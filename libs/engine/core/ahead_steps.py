@@ -1,6 +1,6 @@
 """Steps that run one ahead of the host: a step begins before the tokens of the step before it are read.
 
-The host then works while the device computes. It finds the end of a sequence one step late: the row that ran
+The host then works while the device computes. It finds the end of a sequence one step late. The row that ran
 meanwhile is dropped with its token, and its KV lies behind the sequence's end. Until that row has run, its
 page stays held, so that no other sequence and no peer writes there first.
 

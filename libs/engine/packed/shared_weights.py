@@ -42,7 +42,7 @@ def open_shared_weights(source: PackedSource, progress: LoadProgress) -> Iterato
     """A store for one load. One process packs at a time, and others wait for its file.
 
     A directory that cannot be written, a full disk and a process that packs for too long or is stopped leave
-    the weights in the memory of this process: sharing never fails a load.
+    the weights in the memory of this process. Sharing never fails a load.
     """
     with contextlib.ExitStack() as stack:
         store = _open(source, progress, stack)

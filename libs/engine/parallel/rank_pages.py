@@ -20,8 +20,8 @@ _PINNED_BYTES = 32 << 20
 class RankPages:
     """`host`: all pages in the layout of one process, which every rank maps.
 
-    Shared pages are `host` itself. Separate ones hold the same page numbers in `own`, and `host` has the
-    bytes of a page only after a collection, or after a peer wrote them there.
+    Shared pages are `host` itself. Separate ones hold the same page numbers in `own`. `host` has the bytes of
+    a page only after a collection, or after a peer wrote them there.
     """
 
     def __init__(

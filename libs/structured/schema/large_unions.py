@@ -1,7 +1,7 @@
 """Unions that would make masks slow: many alternatives at one place, and again inside of them. Pure.
 
 A parser follows all alternatives that fit so far. Where many arrays or objects of a union begin alike, and
-hold the same union again, each closing bracket ends all of them: a mask takes seconds.
+hold the same union again, each closing bracket ends all of them. A mask takes seconds then.
 """
 
 from __future__ import annotations

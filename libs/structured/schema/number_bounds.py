@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 # Integers up to here are exact as doubles.
 _EXACT = 2**53
 # llguidance allows the bound itself where an exclusive bound is a whole number and the other is a fraction in
-# the same unit: (0, 0.5] has 0. A bound a little inside has no such case. llguidance rounds smaller steps.
+# the same unit. So (0, 0.5] has 0. A bound a little inside has no such case. llguidance rounds smaller steps.
 _STEP = 1e-9
 _LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 

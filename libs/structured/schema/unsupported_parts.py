@@ -38,7 +38,7 @@ def _find_keys(parts: Parts) -> _Found:
     n_distinct = count_distinct_keys(parts)
     if (character := find_control_character(parts)) is not None:
         if n_distinct:
-            return character, "has a control character, and minProperties has undeclared keys told apart"
+            return character, "has a control character, and minProperties distinguishes undeclared keys"
         if not can_spell_keys(parts):
             return character, _UNSPELLED
     if (few := find_few_keys(parts, n_distinct)) is not None:

@@ -1,8 +1,8 @@
 """Draft features on their way from prefill to decode workers and on to drafters, by the KV transport.
 
-The exporting worker writes a prompt's rows into a slot; the reader reads them into a slot of the same kind,
-copies them into private memory and verifies the copy, because any process that reaches a Mooncake engine's
-port may write to registered memory. Features change the speed only, so no one waits for a slot.
+The exporting worker writes a prompt's rows into a slot. The reader reads them into a slot of the same kind,
+copies them into private memory and verifies the copy: any process that reaches a Mooncake engine's port may
+write to registered memory. Features change the speed only, so no one waits for a slot.
 """
 
 from __future__ import annotations

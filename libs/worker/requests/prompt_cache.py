@@ -36,7 +36,7 @@ class PromptNode(RadixNode):
     """Consecutive full blocks of prompts, the first of them block `first_block`. `keys`: their hashes.
 
     `parts` are their packed token ids, `ids_bytes` in all. One growing buffer would lose a quarter of the
-    memory to fragmentation. A part that is not much longer than the next one is joined with it, so there are
+    memory to fragmentation. A part that is not much longer than the next one is joined with it. So there are
     few parts and each id is copied log2(n) times.
     """
 

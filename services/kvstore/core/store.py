@@ -185,8 +185,8 @@ class BlockStore:
     ) -> Pin:
         """Load the held prefix of `chain` from `first_block` on, and keep it in memory under a lease.
 
-        The prefix ends before the first block that is not held, does not verify or finds no room in memory,
-        or that the disk or the pool does not deliver within `disk_wait_s`.
+        The prefix ends before the first block that is not held, does not verify or finds no room in memory.
+        So does it before one that a disk or the pool does not deliver within `disk_wait_s`.
         """
         self._pinning += 1
         try:

@@ -1,7 +1,7 @@
 """Which block of a disk goes next: the least worth of a sample of blocks that end their chains. Pure.
 
-A block is of no use without those before it, so each knows the block before it and counts those after it;
-only one that has none after it goes. When it went the one before it may be next, if it is not worth more than
+A block is of no use without those before it, so each knows the block before it and counts those after it.
+Only one that has none after it goes. When it went the one before it may be next, if it is not worth more than
 the others that were chosen. On a disk of up to SAMPLE_ROWS slots the sample is all of them.
 """
 
@@ -177,7 +177,7 @@ class Evictor:
         return rows
 
     def _stretches(self, n_rows: int) -> Rows:
-        """A sample in stretches of rows that lie together: blocks that were written together go together, and
+        """A sample in stretches of rows that lie together. Blocks that were written together go together, and
         what is written in their places lies together again, in few files to sync."""
         stretches = self._rng.choice(
             -(-n_rows // SAMPLE_STRETCH), SAMPLE_ROWS // SAMPLE_STRETCH, replace=False, shuffle=False

@@ -1,10 +1,10 @@
 """What a disk's blocks are worth, for millions of them: the policy of memory in miniature. Pure.
 
-One block in `rate`, chosen by its hash, goes through the adaptive policy (`policy/adaptive.py`) at a
-capacity that is as much smaller. A chain of which only some blocks are seen is a thinner chain with the
-same prefixes, so the small cache does as the large one would (miniature simulation: Waldspurger,
-Saemundsson, Ahmad and Park, USENIX ATC 2017). Every block of the disk has the kind of its sampled neighbour
-in two bytes; its value follows from that and from its age.
+One block in `rate`, chosen by its hash, goes through the adaptive policy (`policy/adaptive.py`) at a capacity
+that is as much smaller. A chain of which only some blocks are seen is a thinner chain with the same prefixes.
+So the small cache does as the large one would (miniature simulation: Waldspurger, Saemundsson, Ahmad and
+Park, USENIX ATC 2017). Every block of the disk has the kind of its sampled neighbour in two bytes; its value
+follows from that and from its age.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _MASK64 = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a block comes from, as far as the memory tier knows: the block before it in its chain, how many
-    are before it, its kind, and the tenant it counts for."""
+    """Where a block comes from, as far as the memory tier knows. `parent` is the block before it in its
+    chain, `depth` how many are before it, and `tenant` the one it counts for."""
 
     parent: bytes | None = None
     depth: int = 0

@@ -1,7 +1,7 @@
 """Watch of one disk: detects hanging and late calls, and probes a failed disk until it is OK.
 
 `disk/health.py` derives the disk's state. The watch has the timer, which ticks while calls run or the disk is
-not OK, the probes, and the log lines: one when the disk fails, one when it is back.
+not OK, the probes, and the log lines. There is one when the disk fails, and one when it is back.
 """
 
 from __future__ import annotations

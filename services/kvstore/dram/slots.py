@@ -7,7 +7,7 @@ when every block in it may go. The disks have another table (`disk/table/table.p
                               \\___free________________________________/
 
 A block that is held is never evicted. Which of the others goes, and which new block is worth a slot at all
-when there is no room, says the eviction policy of its slot size (`policy/adaptive.py`); chains shrink from
+when there is no room, says the eviction policy of its slot size (`policy/adaptive.py`). Chains shrink from
 their end.
 """
 

@@ -1,7 +1,7 @@
 """Order in which a disk reads the blocks of concurrent pins: fair sojourn.
 
 In arrival order, a pin of one block waits for all blocks of a pin of thousands. Round robin delays both of
-two long pins to the end of the later one. This order avoids both: it reads pins one after another, sorted by
+two long pins to the end of the later one. This order avoids both. It reads pins one after another, sorted by
 when each would end if all waiting pins shared the disk equally (Friedman and Henderson, "Fairness and
 efficiency in web server protocols", SIGMETRICS 2003). No pin ends later than under equal sharing plus one
 block, so none starves. Pins of equal length keep their arrival order.

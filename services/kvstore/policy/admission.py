@@ -1,7 +1,7 @@
 """Which blocks are worth a write to the disk: by expected reuse, within a budget of bytes a day. Pure.
 
-Flash wears out by what is written to it, so writes are paid from a bucket that fills at the rate the disk
-is meant to bear. While it is at least half full everything is written; below that only the part of the blocks
+Flash wears out by what is written to it. So writes are paid from a bucket that fills at the rate the disk is
+meant to bear. While it is at least half full everything is written. Below that only the part of the blocks
 that is most likely to be wanted again, the smaller the emptier the bucket is.
 """
 

@@ -2,7 +2,7 @@
 
 The value of a block is the hits it is expected to give for the room and time it takes, learned for kinds of
 blocks and ages (`policy/reuse.py`). There is a queue for each kind; the oldest blocks of the queues are
-compared, and with them a block that would come: one that is worth less than all of them is not taken in.
+compared, and with them a block that would come. It is not taken in where it is worth less than all of them.
 Only ends of chains leave: a block is of no use without those before it.
 """
 

@@ -24,7 +24,7 @@ class TenantQuota(Generic[TenantT]):
         self._used_bytes: dict[TenantT, int] = {}
 
     def used_bytes(self, tenant: TenantT) -> int:
-        """What counts for the tenant."""
+        """The bytes in slots that count for the tenant."""
         return self._used_bytes.get(tenant, 0)
 
     def add(self, tenant: TenantT, n_bytes: int) -> None:

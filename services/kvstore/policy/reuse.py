@@ -1,7 +1,7 @@
 """How soon blocks of each kind are wanted again, learned while serving. Pure.
 
 For each kind and age the model has the rate at which blocks are wanted again, from those that were and from
-those that still wait; of kinds that are seen seldom, mostly the rate of the kinds like them. The value of
+those that still wait. Kinds that are seen seldom have mostly the rate of the kinds like them. The value of
 keeping a block is the most hits for block and time that keeping it until some age gives.
 """
 
@@ -108,7 +108,7 @@ class ReuseModel:
 
 def _rates(hits: Floats, exposure: Floats) -> Floats:
     """Wants for block and time, by kind and age, each shrunk towards the kinds of its frequency, those
-    towards all kinds, and all towards 1/age, which makes the order that of LRU."""
+    towards all kinds, and all towards 1/age. That value alone would make the order of LRU."""
     base = 1.0 / _EDGES[1:]
     every = (hits.sum(axis=0) + 1.0) / (exposure.sum(axis=0) + 1.0 / base)
     like_hits, like_exposure = np.zeros((N_FREQUENCIES, N_BINS)), np.zeros((N_FREQUENCIES, N_BINS))

@@ -2,8 +2,8 @@
 
 Multiplicative weights (Hedge: Freund and Schapire, JCSS 1997). A cache that lacks one standard deviation of
 the difference to the best one counts 1/e of its start. The deviation is the root of the sum of the squared
-differences of single requests, so that chance changes little and a clear lead decides within few requests.
-Older hits count less.
+differences of single requests. So chance changes little and a clear lead decides within few requests. Older
+hits count less.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Drops blocks in memory that no look-up reaches, a few at a time.
 
-They are left where a block is dropped for another reason than its place in the eviction order: a change of
-the policy, an operator's drop, a slab that is cut again. A block that the live policy holds stays: its
-chain's start comes back with the next turn.
+They are left where a block is dropped for another reason than its place in the eviction order. Reasons are a
+change of the policy, an operator's drop, and a slab that is cut again. A block that the live policy holds
+stays: its chain's start comes back with the next turn.
 """
 
 from __future__ import annotations

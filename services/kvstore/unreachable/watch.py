@@ -1,9 +1,9 @@
 """Blocks of a tier that no look-up reaches: those before them in their chain are in no tier any more. Pure.
 
 A look-up takes a chain from its start on, so it never finds a block without the one before it. Disks and the
-pool lose blocks one by one: the pool evicts the least recently used and knows no chains, a disk loses a
-block that does not verify or a whole segment. A block that stays unreachable for a while is dropped, and
-then those after it in turn, without further patience.
+pool lose blocks one by one. The pool evicts the least recently used and knows no chains. A disk loses a block
+that does not verify or a whole segment. A block that stays unreachable for a while is dropped, and then those
+after it in turn, without further patience.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class UnreachableWatch:
     """Blocks that are watched, with the block before each."""
 
     def __init__(self, tier: WatchedTier, *, reports_losses: bool = False) -> None:
-        """`reports_losses`: the caller puts a block again when the tier loses the one before it, so that a
-        block whose predecessor is in the tier, and is not watched itself, need not be watched."""
+        """`reports_losses`: the caller puts a block again when the tier loses the one before it. So a block
+        needs no watch while its predecessor is in the tier and is not watched."""
         self._tier = tier
         self._reports_losses = reports_losses
         self._before: OrderedDict[bytes, bytes] = OrderedDict()

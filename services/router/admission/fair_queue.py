@@ -1,10 +1,10 @@
 """Items of many tenants in fair order: start-time fair queueing by tokens. Pure.
 
 Each tenant's items leave first in, first out. Between tenants the one whose next item has the lowest start
-tag goes first; taking an item moves its tenant's tag on by the item's cost over the tenant's weight, and
-virtual time to the tag before. A tenant that returns after a pause starts at virtual time: it has no credit
-and no debt. Over any time in which two tenants both have items waiting, what they were
-served (tokens over weight) differs by at most one largest item of each (Goyal, Vin, Cheng 1996).
+tag goes first. Taking an item moves its tenant's tag on by the item's cost over the tenant's weight. Virtual
+time moves to the tag before. A tenant that returns after a pause starts at virtual time: it has no credit and
+no debt. Over any time in which two tenants both have items waiting, what they were served (tokens over
+weight) differs by at most one largest item of each (Goyal, Vin, Cheng 1996).
 """
 
 from __future__ import annotations

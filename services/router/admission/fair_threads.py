@@ -1,7 +1,7 @@
 """Runs pieces of CPU work on a few threads, in fair order between tenants.
 
 Long messages are parsed, checked and encoded here, so that the event loop never stands still for one. A piece
-is short (at most a body, or 400,000 characters of text), because it cannot be interrupted: a cancelled caller
+is short (at most a body, or 400,000 characters of text), because it cannot be interrupted. A cancelled caller
 leaves at most one running piece behind, and other tenants wait for one piece at a time.
 """
 

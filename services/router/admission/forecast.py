@@ -3,8 +3,8 @@
 A request loads prefill at once and decode only after its prefill. A rule that compares the load of decode
 *now* (`naive`) admits too many requests while decode is idle. They all arrive there one prefill time later,
 and the rule then refuses too many: prefill and decode swing in opposite phase (Mooncake, arXiv 2407.00079).
-So the rule compares the load of decode at now + prefill time: without the sequences that will have ended by
-then, if each lasts as long as recent ones, and with those that will have come from prefill.
+So the rule compares the load of decode at now + prefill time. It leaves out the sequences that will have
+ended by then, if each lasts as long as recent ones. It adds those that will have come from prefill.
 """
 
 from __future__ import annotations

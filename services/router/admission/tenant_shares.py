@@ -79,7 +79,7 @@ class TenantSlots:
         self._users: Counter[str] = Counter()
 
     def waiting_or_running(self, tenant: str) -> int:
-        """The pieces of the tenant's work that have come and not ended."""
+        """The tenant's pieces of work that wait or run."""
         return self._users[tenant]
 
     @contextlib.asynccontextmanager

@@ -1,6 +1,6 @@
 """Runs the choices of one request, and merges their events.
 
-The first choice of each prompt starts at once. The others start when it has its first token: by then the
+The first choice of each prompt starts at once. The others start when it has its first token. By then the
 prompt's KV is in the prefix cache, so that the prompt is encoded and computed once.
 """
 

@@ -4,9 +4,10 @@
     body = decode_body(data, _DECODER, ignored.add)  # InvalidArgument: "messages[0].role: must be a string"
 
 Nearly all bodies fit, and msgspec decodes them in one pass. `decode_body` parses any other body once more
-with the standard library, which reads what msgspec refuses (NaN, numbers beyond a double, lone surrogates),
-and compares it with the struct's annotations. Error messages therefore do not depend on msgspec's wording.
-Unknown fields are left out, and `ignore` gets the path of each; a struct's `REFUSED` lists exceptions.
+with the standard library, which reads what msgspec refuses (NaN, numbers beyond a double, lone surrogates).
+It compares the result with the struct's annotations. Error messages therefore do not depend on msgspec's
+wording. Unknown fields are left out, and `ignore` gets the path of each; a struct's `REFUSED` lists
+exceptions.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
 The answer depends on nothing but the reports, so that every router gives the same one. A tier's load is the
 largest of its signals, each in units of its target. A value times the number of replicas is what the tier as
-a whole has to do: `ceil(replicas * value / target)` is the number that brings the value to its target.
+a whole has to do. `ceil(replicas * value / target)` is the number that brings the value to its target.
 
 A router of several processes is one replica. Values are means of processes, so one more replica is one with
 as many processes as routers have now.
 
-Queues say how late a tier is, and nothing while it keeps up: two fleets, one idle and one about to be full,
-both have none. So prefill workers, drafters and routers also count how busy they are. Requests that wait
-at a router for its own limit count there, not at decode workers: more of those would let none begin. Draining
+Queues say how late a tier is, and nothing while it keeps up. Two fleets, one idle and one about to be full,
+both have none. So prefill workers, drafters and routers also count how busy they are. Requests that wait at a
+router for its own limit count there, not at decode workers: more of those would let none begin. Draining
 processes count for nothing. A process whose report is missing counts like the mean of the others.
 """
 
@@ -76,7 +76,7 @@ def runnable_jobs(routers: Reports) -> int:
     """The stored jobs that routers run, or would run at once with workers enough.
 
     Every router reports the same queue. So many jobs as routers may run at a time bound what a long queue
-    asks for, and jobs that wait for live requests to end ask for nothing.
+    asks for. Jobs that wait for live requests to end ask for nothing.
     """
     there = max((report.jobs_waiting for report in routers), default=0)
     there += sum(report.jobs_running for report in routers)

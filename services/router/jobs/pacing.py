@@ -1,7 +1,7 @@
 """How many jobs run beside live requests, and how soon after them: learned from the live latency. Pure.
 
 As in TCP Vegas, the latency of live requests that met jobs is compared with that of live requests alone. The
-limit of jobs grows by one at a time and halves when live requests get slower; the pause after them shrinks by
+limit of jobs grows by one at a time and halves when live requests get slower. The pause after them shrinks by
 a tenth and doubles. What has not proved itself is tried on so few live requests that their p99 does not move.
 """
 

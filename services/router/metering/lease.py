@@ -1,9 +1,9 @@
 """How routers share one limit: each holds a lease of a part of it, and uses that without asking. Pure.
 
 The database has the lease of each router. A router renews its leases in the background: it asks for what it
-expects to use, and gets at most what the others leave. Until its next renewal it may use `overdraft` more,
-so that a request does not wait. So all routers together use at most the limit and, for each router, one
-overdraft: a quarter of the limit, or one unit for each router where that is more.
+expects to use, and gets at most what the others leave. Until its next renewal it may use `overdraft` more, so
+that a request does not wait. So all routers together use at most the limit and, for each router, one
+overdraft. The overdrafts together are a quarter of the limit, or one unit for each router where that is more.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Counters of usage in the database: one row a tenant, key, model, endpoint, day and currency.
 
-Several routers add to the same rows. A batch of additions counts once: its number is written in the same
+Several routers add to the same rows. A batch of additions counts once. Its number is written in the same
 transaction, so a batch whose commit may have happened is sent again without harm.
 """
 

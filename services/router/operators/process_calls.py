@@ -72,7 +72,7 @@ class ProcessCalls:
         clock = asyncio.get_running_loop().time
         until_s = None if timeout_s is None else clock() + timeout_s
         identify_s = min(_IDENTIFY_S, timeout_s or _IDENTIFY_S) if is_checked else None
-        # Of bytes: nothing is parsed.
+        # The channel passes bytes on, and parses none.
         channel: Any = await self._open(worker, self._as_operator(operator), identify_s=identify_s)
         async with channel:
             # The process answers before the caller's deadline, which does not move.
@@ -96,7 +96,7 @@ class ProcessCalls:
         """A channel to the process itself, which says who it is within `identify_s`; None: it is not asked.
 
         Raises Unavailable where another process answers at its endpoint. Routers may share a port. The
-        address of a worker that has ended may be another one's by now, and a false record names any: no drain
+        address of a worker that has ended may be another one's by now, and a false record names any. No drain
         must reach that process.
         """
         endpoint = worker.admin or worker.endpoint

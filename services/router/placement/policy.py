@@ -59,7 +59,7 @@ from slipstream.errors import Unavailable
 # A request is cold if no prefill worker has more than this share of its prompt.
 COLD_SHARE = 0.1
 # A decode worker computes at most this many tokens of a prompt between the steps of its batch while a prefill
-# worker is there, and only if that saves more than this time.
+# worker is there. It does so only if that saves more than this time.
 LOCAL_MAX_TOKENS = 512
 LOCAL_MARGIN_MS = 25.0
 

@@ -1,11 +1,11 @@
 """How long a prompt waits on a prefill worker, and which queued prompts it delays. Pure.
 
 A worker computes the prompts that need least first (libs/common/prefill_order.py). Of two prompts the shorter
-one therefore delays the longer one, whichever came first: a new prompt waits for those that need no more than
-it does, and each of the others waits for it. A delay is weighted by what the delayed prompt needs: to one
+one therefore delays the longer one, whichever came first. A new prompt waits for those that need no more than
+it does, and each of the others waits for it. A delay is weighted by what the delayed prompt needs. To one
 that needs ten times as much, the new prompt is a tenth of a delay. One more queued prompt only ever adds to
 wait and delays. How much longer prompts delay a shorter one all the same is fitted
-(`PrefillModel.longer_token_ms`): about nothing, or all of it on a worker that computes in order.
+(`PrefillModel.longer_token_ms`). It is about nothing, or all of it on a worker that computes in order.
 
 Of requests of other routers only the sums are known, from the worker's report. They count as equal to each
 other; tokens of no known number of requests count as served first.

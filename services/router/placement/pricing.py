@@ -2,7 +2,7 @@
 
 `place` is to take at most 0.3 ms for 64 + 64 workers (`python -m bench.placement.decision`). For that the
 functions here are loops with the sums of `PrefillModel` and `DecodeModel` written out, and make candidates
-and costs with positional arguments: a call costs 0.05 us, keywords 0.5 us a candidate.
+and costs with positional arguments. A call costs 0.05 us, keywords 0.5 us a candidate.
 tests/router/placement/reference.py prices with the methods of the models, to the same last bit.
 """
 

@@ -1,7 +1,7 @@
 """The blocks of chains that holders have or will have, in a radix tree for each tenant. Pure.
 
 A block's hash identifies all blocks before it (docs/block-hash.md), so a chain is found by its last known
-block. Holders report blocks by their hashes alone: blocks that no prompt has contained yet lie in detached
+block. Holders report blocks by their hashes alone. Blocks that no prompt has contained yet lie in detached
 nodes, and move into the tree when a prompt contains them.
 
 Memory is bounded for each tenant and in all; detached nodes count as one tenant's. Over the bound, the ends

@@ -9,7 +9,7 @@ MAX_POINTS = 512
 
 class TokenCurve:
     """Times and cumulative counts. With all points in use, every second one goes and the rest lie twice as
-    far apart, so that a long answer costs the same memory as a short one."""
+    far apart. So a long answer costs the same memory as a short one."""
 
     __slots__ = ("_at_s", "_counts", "_max_points", "_skipped", "_stride", "count", "last_s")
 

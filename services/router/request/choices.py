@@ -1,7 +1,7 @@
 """Splits a request for several answers into one request for each choice. Pure.
 
-Each choice is a separate request to the rest of the router: it is admitted, placed and sampled alone, and
-the prefix cache shares the KV of the prompt. A choice's seed and id are functions of the request's.
+Each choice is a separate request to the rest of the router. It is admitted, placed and sampled alone, and the
+prefix cache shares the KV of the prompt. A choice's seed and id are functions of the request's.
 """
 
 from __future__ import annotations

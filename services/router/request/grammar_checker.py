@@ -28,7 +28,7 @@ _ROOT = Path(libs.__file__).parents[1]
 _START_S = 30.0
 # The process has a low priority, so its CPU time takes longer on a busy machine.
 _BUSY_S = 25.0
-# Its answer shows that a process has started. The limit of a client's grammar must not include the start: a
+# Its answer shows that a process has started. The limit of a client's grammar must not include the start. A
 # grammar that ended the process before it could make each further one take as long as a start may.
 _FIRST = CheckRequest(OutputFormat("regex", "a", "start"))
 _CLOSED = "the router ends and checks no more grammars"

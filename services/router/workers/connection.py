@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 STALE_AFTER_S = 3.0
 # A worker whose load stream, which is its heartbeat (cluster/worker_service.py), was silent for this long is
-# given up, and with it all that it runs for this router.
+# given up. With it goes all that it runs for this router.
 SILENCE_S = 2.0
 _STATUS_TIMEOUT_S = 5.0
 _LOAD_INTERVAL_MS = 50
@@ -85,8 +85,8 @@ class WorkerConnection:
         warnings: PacedWarnings | None = None,
         news: PacedWarnings | None = None,
     ) -> None:
-        """`warnings` and `news`: those of all connections, so that a worker that comes and goes is named
-        once, and many false workers do not fill the log."""
+        """`warnings` and `news`: those of all connections. So a worker that comes and goes is named once, and
+        many false workers do not fill the log."""
         self.worker = worker
         self.key = run_name(worker.role, worker.instance, worker.incarnation)
         self.files_version = dial.files_version()  # that its channel was made with
@@ -309,7 +309,7 @@ def shows_end(code: grpc.StatusCode, details: str) -> bool:
 async def first_answer(
     ask: Callable[[], Coroutine[Any, Any, _Answer]], *, every_s: float = ANSWER_S
 ) -> _Answer:
-    """The first answer to a question that is repeated every `every_s`, without giving up the earlier ones: a
+    """The first answer to a question that is repeated every `every_s`, without giving up the earlier ones. A
     lost question delays nothing, and the answer of a slow peer still counts. `ask` bounds the time of each;
     the first one that fails ends them all, and its error is raised."""
     asked: set[asyncio.Task[_Answer]] = set()

@@ -1,8 +1,8 @@
 """Computes which part of a prompt must be sent to a worker, based on earlier prompts. Pure.
 
 Workers cache prompts (libs/worker/requests/prompt_cache.py). So a request refers to the prefix that its
-prompt shares with an earlier one, by the chain hash of the prefix's last full block, and has only the ids
-after it. The router estimates what a worker caches: a worker that has evicted the prefix answers
+prompt shares with an earlier one, by the chain hash of the prefix's last full block. It has only the ids
+after that. The router estimates what a worker caches: a worker that has evicted the prefix answers
 PrefixUnknown, and the router sends the whole prompt.
 """
 

@@ -144,7 +144,7 @@ class RemoteSequence:
             self.fail(error)
 
     def _drop(self) -> None:
-        """Forget what waits."""
+        """Drop the tokens that wait for a round."""
         if self._rest is not None:
             self._stream.late_rows.remove(self.tenant, rows_of(self._rest))
         self._tokens, self._rest = array("I"), None

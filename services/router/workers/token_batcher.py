@@ -1,10 +1,10 @@
 """Decides when new tokens are delivered: at once while the router is idle, in batches when it is busy.
 
-To deliver costs the same for one token and for fifty: a delta is encoded and written. `TokenBatcher`
-measures how long the event loop takes for one round (all that was due, up to the written messages), and
-begins the next round PAUSE_ROUNDS times that later, so that the loop has time left to read. Tokens that
-arrive meanwhile are joined. A lone stream never waits; a thousand streams get fewer, larger messages instead
-of a growing queue. No round waits longer than MAX_PAUSE_S.
+To deliver costs the same for one token and for fifty: a delta is encoded and written. `TokenBatcher` measures
+how long the event loop takes for one round (all that was due, up to the written messages). It begins the next
+round PAUSE_ROUNDS times that later, so the loop has time left to read. Tokens that arrive meanwhile are
+joined. A lone stream never waits; a thousand streams get fewer, larger messages instead of a growing queue.
+No round waits longer than MAX_PAUSE_S.
 
 A round runs in slices, one for each iteration of the event loop, and tenants share the slices by time. So a
 request that begins waits for a slice at each of its steps, not for the answers of another tenant's streams.

@@ -11,7 +11,7 @@ def restart_waves(processes: Iterable[tuple[str, str]]) -> list[list[str]]:
     and so on. Pure.
 
     A tier of several processes never loses more than one. One of each tier at a time is quicker than one
-    process at a time: a process starts for seconds, during which it uses one core at most.
+    process at a time. A process starts for seconds, during which it uses one core at most.
     """
     waves: list[list[str]] = []
     n_of_role: Counter[str] = Counter()

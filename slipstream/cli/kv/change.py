@@ -54,8 +54,8 @@ def _hashes(packed: bytes) -> list[bytes]:
 
 
 async def drop_blocks(nodes: Nodes, hashes: bytes, *, as_json: bool) -> None:
-    """Drop the blocks (none named: all) of each node; of several, twice: until all have done so, one that has
-    not may put a block into the pool, and one that has may load it from there."""
+    """Drop the blocks (none named: all) of each node, and of several nodes twice. Until all have done so, one
+    that has not may put a block into the pool, and one that has may load it from there."""
 
     async def ask(channel: grpc.aio.Channel) -> dict[str, Any]:
         request = kvstore_pb2.DropBlocksRequest(block_hashes=hashes, all=not hashes)

@@ -12,7 +12,7 @@ from slipstream.cli.top.screen import DrainQuestion, ScreenState
 def changed_state(state: ScreenState, key: str, rows: Sequence[ProcessRow], *, page: int) -> ScreenState:
     """The state after a key. `rows`: the processes in the order of the screen, which shows `page` of them.
 
-    A key after a question leaves it; whether it was the answer yes is `is_yes`.
+    Any key ends a question. `is_yes` says whether the key was its answer yes.
     """
     asked, state = state.question is not None, replace(state, question=None, note="")
     if asked:

@@ -35,7 +35,7 @@ class ProcessRow:
 
     @property
     def key(self) -> str:
-        """tier/instance, which one process has."""
+        """`tier/instance`, unique in the fleet."""
         return f"{self.tier}/{self.instance}"
 
 

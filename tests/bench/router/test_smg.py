@@ -12,7 +12,7 @@ from bench.router.__main__ import main, parse
 from bench.router.ratio import median_row, ratios
 from bench.router.smg import SmgUnusable, interpreter, smg_beside
 
-# A Python that has SMG, by its word; its fake workers start, SMG itself does not.
+# A Python that claims to have SMG: the fake workers start, and SMG does not.
 BROKEN = """#!/bin/sh
 case "$*" in
 *smg_worker*) echo "listening 1"; exec cat ;;

@@ -40,9 +40,8 @@ class FleetPort(fleet_pb2_grpc.FleetServiceServicer):
         self.metadata: dict[str, Any] = {}
         self.endpoint = ""
         self.held = worker_pb2.Ledger()  # what a drained process still holds
-        self.reports: dict[
-            str, worker_pb2.LoadReport
-        ] = {}  # of processes that say other than the fleet shows
+        # Of processes whose load differs from that in the fleet.
+        self.reports: dict[str, worker_pb2.LoadReport] = {}
         self.restarts = True  # whether a process that ends is started again
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()

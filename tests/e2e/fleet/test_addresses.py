@@ -162,7 +162,7 @@ async def _check_admin_ports(fleet: FleetSnapshot) -> None:
 async def _converse(fleet: FleetSnapshot, api_key: str) -> None:
     """Requests run over all links, and their KV moves by the transports' advertised addresses.
 
-    Each try has a prompt of its own: a decode worker that has computed one before keeps it and pulls nothing.
+    Each try has another prompt: a decode worker that has computed one before keeps it and pulls nothing.
     """
     pulled = tries = 0
     router = AsyncClient(_endpoint(fleet, Role.ROUTER), api_key=api_key)

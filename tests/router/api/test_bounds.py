@@ -251,7 +251,7 @@ CASES: dict[str, Case] = {
     "CONTEXT": both("max_tokens", max_tokens=MAX_CONTEXT_TOKENS),
     "COMPLETION": both("max_tokens", max_tokens=1 << 62),
 }
-# A plain sampling field needs no case of its own: the next number above its range is refused.
+# A plain sampling field needs no case here: the next number above its range is refused.
 CASES |= {name.upper(): both(name, **{name: row.high + 1}) for name, row in SAMPLING_RANGES.items()}
 CASES["REQUEST_ID"] = Case("request_id", http={"request_id": "no spaces"}, grpc={"requestId": "no spaces"})
 # More of the same rows: what the words promise about infinities, negatives and huge numbers.

@@ -27,7 +27,7 @@ DEPTHS = (bounds.MAX_JSON_DEPTH - 20, bounds.MAX_JSON_DEPTH, *range(890, 1000, 1
 def read_run(data: bytes) -> None:
     body = parse_run(data, "m").body
     for run in body.runs if isinstance(body, BatchBody) else [body]:
-        if isinstance(run, RunBody):  # else the question for an answer
+        if isinstance(run, RunBody):  # other bodies ask for the answer of a queued run
             parse_chat(run.chat)
 
 

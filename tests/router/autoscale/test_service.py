@@ -85,7 +85,7 @@ async def test_processes_at_one_address_are_one_router(card: ModelCard) -> None:
             )
             answer = await stub.GetRecommendations(autoscale_pb2.GetRecommendationsRequest(), timeout=WAIT_S)
     assert [row.replicas for row in answer.tiers if role_name(row.role) == "router"] == [2]
-    # Each process holds requests of its own.
+    # Each process holds other requests.
     assert {row.instance for row in answer.losses} == {"router-0", "router-0.1", "router-1"}
 
 

@@ -266,7 +266,7 @@ async def test_a_claim_reads_no_more_of_a_long_queue_than_it_takes(tmp_path: Pat
 
 
 async def test_a_tenant_lists_and_counts_by_its_own_indexes(tmp_path: Path) -> None:
-    """Neither the jobs of other tenants nor all of its own are read for a page."""
+    """A page reads neither the jobs of other tenants nor all jobs of this one."""
     database = open_database(f"sqlite:{tmp_path}/plans.db")
     tables, plans = JobTables(database), list[str]()
     database.read = _explaining(database.read, plans)  # type: ignore[method-assign]

@@ -302,7 +302,7 @@ def local_leg(
 
 
 def _batch_terms(request: PlacementRequest, worker: DecodeWorker) -> tuple[float, float, float]:
-    """Milliseconds until it may run, of its own steps, and added to the steps of the others."""
+    """Milliseconds: until it may run, of the sequence's steps, and added to the steps of the others."""
     model = worker.model
     context = request.prompt_tokens + request.output_tokens // 2
     before_ms = model.step_ms(worker.sequences, worker.context_tokens)

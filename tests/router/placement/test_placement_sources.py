@@ -35,7 +35,7 @@ def workers(draw: st.DrawFn) -> PrefillWorker:
 
 
 def delay_tokens(uncached: int, worker: PrefillWorker) -> float:
-    """The tokens that the prompt waits for, and those of its own that others wait for."""
+    """The tokens that the prompt waits for, and those of this prompt that others wait for."""
     ahead_tokens, _, _, delays, _ = queue_delay(worker, uncached, uncached)
     return ahead_tokens + delays * uncached
 
@@ -203,11 +203,11 @@ def test_what_a_worker_is_only_about_to_hold_is_read_where_it_is() -> None:
     decision = place(request, fleet)
     assert (decision.prefill, decision.peer) == ("p0", "p1")
     assert (decision.cached_tokens, decision.uncached_tokens) == (9_500, 500)
-    # Not where it has told that it holds as much, nor where nobody else has it: then a sibling computes it.
+    # Not where its reports hold as much, nor where no other worker has it: then a sibling computes it.
     assert place(replace(request, prefill_confirmed_tokens={"p0": 9_500}), fleet).peer == ""
     alone = place(replace(request, prefill_lendable_tokens={"p0": 0}), fleet)
     assert (alone.prefill, alone.peer, alone.cached_tokens) == ("p0", "", 9_500)
-    # Workers of which nothing is told are taken at what they are predicted to hold.
+    # A worker without a report counts with what it is predicted to hold.
     assert place(replace(request, prefill_confirmed_tokens={}), fleet).peer == ""
 
 

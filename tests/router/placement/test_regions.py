@@ -1,4 +1,4 @@
-"""Regions: what a worker says of itself, what a router is told, and KV that stays where it is."""
+"""Regions: those of workers' records and of --region-ms, and KV that stays in its region."""
 
 from __future__ import annotations
 

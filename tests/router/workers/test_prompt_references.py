@@ -212,7 +212,7 @@ async def test_a_sequence_whose_stream_was_broken_off_is_not_sent_again(
 async def test_after_a_broken_stream_nothing_is_named_that_was_not_sent_on_the_new_one(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
-    """Whoever answers at that address next may be an older process, which would take the rest for all."""
+    """The next process at that address may be older, and would take the rest for the whole prompt."""
 
     async with cluster, open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
 

@@ -160,7 +160,7 @@ def test_frames_come_as_often_as_rounds_do_and_the_worker_is_seldom_asked(pauses
         assert asked_ms <= pause_s * 1e3
         assert 4 * asked_ms >= int(pause_s * 1e3)
         last_ms = asked_ms
-        # From a fresh answer, a pause that grows somewhat changes nothing.
+        # A pause that grows by a quarter changes no interval that was just asked for.
         fresh_ms = frame_interval_ms(pause_s, asked_ms=0)
         assert frame_interval_ms(pause_s * 1.25, asked_ms=fresh_ms) == fresh_ms or pause_s < 4e-3
 

@@ -23,7 +23,7 @@ PIECES = [b"first", b"second", b"third"]
 
 
 class Faulty(batches_pb2_grpc.BatchServiceServicer):
-    """Fails the first calls as it is told to; a download fails after two pieces."""
+    """Fails the first calls as a test asks; a download fails after two pieces."""
 
     def __init__(self, failures: list[SlipstreamError | grpc.StatusCode]) -> None:
         self.failures = failures

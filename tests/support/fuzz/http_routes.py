@@ -13,7 +13,7 @@ Body = Mapping[str, Any] | bytes
 
 
 class HttpRoute(NamedTuple):
-    """A path with bodies of its own; without any it is read by GET.
+    """A path with its bodies; without any it is read by GET.
 
     `@file@` and the like in a path or a body stand for an id of an earlier answer, by its prefix.
     """

@@ -82,7 +82,7 @@ class RpcFuzzer:
     async def _send(self) -> None:
         method = self.rng.choice(self._methods)
         most = 3 if method.client_streaming else 1
-        # A call without its message, and one with two, are wrong in a way of their own.
+        # A call without its message, and one with two, are wrong in another way.
         count = self.rng.choice((0, 2)) if self.rng.random() < 0.03 else self.rng.randint(1, most)
         await self._send_to(method, [self._fuzzer.data(method.input_type) for _ in range(count)])
 

@@ -1,6 +1,6 @@
 """Reads of blocks in threads that never take the interpreter's lock (`csrc/disk_io.c`).
 
-A read and its checksum are one job, submitted and polled in batches: a block costs the event loop a few
+A read and its checksum are one job, submitted and polled in batches. A block costs the event loop a few
 microseconds, and four readers of single blocks keep a disk as busy as four threads would. Without the
 library, interpreter threads do the same work.
 """

@@ -106,7 +106,7 @@ def _assistant(blocks: Sequence[Json], path: str, ignore: Ignore) -> dict[str, A
 
 
 def _add_user(into: MessageSources, blocks: Sequence[Json], path: str, ignore: Ignore, *, role: str) -> None:
-    """The results of tools as messages of their own, and each run of texts as one message."""
+    """The results of tools as separate messages, and each run of texts as one message."""
     texts: list[str] = []
     start = 0
     for index, block in enumerate(blocks):

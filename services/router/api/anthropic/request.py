@@ -1,6 +1,6 @@
 """JSON bodies of /v1/messages and /v1/messages/count_tokens -> `GenerationRequest`. Pure.
 
-As in the bodies of OpenAI's API: a null field counts as left out, unknown fields are ignored and named, and
+As in the bodies of OpenAI's API, a null field counts as left out. Unknown fields are ignored and named, and
 those that would change the answer are refused by name.
 """
 

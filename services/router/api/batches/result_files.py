@@ -47,7 +47,7 @@ class ResultFiles:
         self.n_jobs = self.n_completed = self.n_unfinished = 0
 
     async def append(self, lines: ResultLines) -> None:
-        """Add lines to both."""
+        """Add lines to both files, and what they count to the sums."""
         await self.output.append(lines.output)
         await self.errors.append(lines.errors)
         self.tokens, self.model = add_tokens(self.tokens, lines.tokens), self.model or lines.model

@@ -57,7 +57,7 @@ ReadContent = Callable[[FileUpload], Awaitable[float]]
 
 
 class UploadSlots:
-    """The uploads of a router. They take longer than other messages, and have places of their own."""
+    """The uploads of a router. They take longer than other messages, and have separate places."""
 
     def __init__(self) -> None:
         most, most_tenant = batch_bounds.MAX_UPLOADS

@@ -9,7 +9,7 @@ import zlib
 
 from slipstream import bounds
 
-_GZIP, _ZLIB, _RAW = 31, 15, -15  # window bits, which tell zlib the format
+_GZIP, _ZLIB, _RAW = 31, 15, -15  # window bits, by which zlib knows the format
 _CM_DEFLATE = 8  # in the first byte of a zlib header; some clients send "deflate" without the header
 
 

@@ -37,8 +37,8 @@ class _BufferedResponse(web.StreamResponse):
 class EventStream:
     """Writes events for the handler's task, and directly from the token path while the client keeps up.
 
-    The headers are sent with the first events, so that a failure before the first token has its own status;
-    or with a comment before them, when the first token takes long. `answer` must be set before any event.
+    The headers are sent with the first events, so that a failure before the first token has its own status.
+    They come earlier, with a comment, when the first token takes long. `answer` must be set before any event.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ class GenerateMethod:
     async def generate(self, data: bytes, context: Context) -> bytes:
         """Generate, and return the last response. The request's task outlives no end of this call.
 
-        To gRPC's server it is a method of one response, which writes others before: only such a method's last
+        To gRPC's server it is a method of one response, which writes others before. Only such a method's last
         message shares a write with its status. On the wire both kinds are equal.
         """
         with self._access_log.call("grpc", "Generate") as record:

@@ -141,7 +141,7 @@ async def _wait(judging: asyncio.Task[errors.Quarantined | None]) -> None:
 
 async def _end_cancelled(state: RequestState, hedged: HedgedAttempt, assignment: Assignment) -> None:
     """End an attempt that was cancelled. Its workers may crash by it until they have released it, so their
-    next reports decide: they go on, or they have ended, which is a strike."""
+    next reports decide. They go on, or they have ended, which is a strike."""
     failover, workers = state.context.failover, assignment.workers
     await hedged.wait_released()
     if state.suspect.workers:

@@ -1,6 +1,6 @@
 """Posts one webhook and reads the status of the answer, and nothing else of it.
 
-A client library parses all that a receiver sends: a flood of interim answers, or a body in chunks of a byte,
+A client library parses all that a receiver sends. A flood of interim answers, or a body in chunks of a byte,
 kept the event loop for seconds. Here an answer counts by its first bytes, and each delivery has a connection.
 """
 

@@ -34,7 +34,7 @@ BODY = {
 
 
 class RawClient:
-    """A socket that reads exactly as much as it is told to."""
+    """A socket that reads exactly as much as a test asks for."""
 
     def __init__(self, key: str = "none") -> None:
         self._key = key
@@ -87,7 +87,7 @@ class RawClient:
 async def slow_client(
     cluster: FakeCluster, card: ModelCard, **options: float
 ) -> AsyncIterator[tuple[RouterServer, RawClient, RunningRequest]]:
-    """A stream of TOKENS tokens that fills every buffer, as nobody reads it yet."""
+    """A stream of TOKENS tokens that fills every buffer, because its client reads nothing yet."""
     letters = [card.tokenizer.encode_text(letter)[0] for letter in "abcdefgh"]
     answer = [letters[index % 8] for index in range(TOKENS)]
     script(cluster.model, [*answer, card.stop_token_ids[0]])
@@ -143,7 +143,7 @@ async def test_a_reader_that_stops_and_goes_on_gets_everything_joined(
 
 
 async def test_a_reader_of_a_byte_at_a_time_is_cut_off(cluster: FakeCluster, card: ModelCard) -> None:
-    """Whoever reads bytes where thousands wait is as good as gone."""
+    """A client that reads a few bytes where thousands wait is cut off like one that is gone."""
     async with slow_client(cluster, card, write_stall_s=WAIT_S) as (router, client, run):
 
         async def trickle() -> None:

@@ -202,7 +202,7 @@ def test_values_that_are_nested_deep_are_taken_or_refused(depth: int) -> None:
 
 
 def test_too_many_calls_are_refused_before_any_is_read() -> None:
-    unreadable = {"id": "c", "type": "other"}  # which has a refusal of its own
+    unreadable = {"id": "c", "type": "other"}  # which has another refusal
     with pytest.raises(InvalidArgument) as refusal:
         prompt(calling(*[unreadable] * (bounds.TOOL_CALLS.high + 1)))
     assert refusal.value.field == "messages[1].tool_calls"

@@ -101,7 +101,7 @@ def test_the_end(
     asked: tuple[bool, bool, bool],
     worker: str,
 ) -> None:
-    """The usage comes in an event of its own, the stats in the last one, the end mark after it."""
+    """The usage comes in a separate event, the stats in the last one, the end mark after it."""
     chat, usage, stats = asked
     prompt, completion, cached, reasoning = counts
     finished = router_pb2.Finished(finish_reason=reason)

@@ -71,7 +71,7 @@ async def test_length_and_one_token_need_no_decode(client: AsyncClient, cluster:
     reply = await client.chat(HELLO, max_tokens=1)
     assert (reply.finish_reason, reply.usage and reply.usage.completion_tokens) == ("length", 1)
     assert sum(len(worker.starts) for worker in cluster.decodes) == starts
-    # Nobody pulls that handoff: the router ends it.
+    # No decode worker pulls that handoff: the router ends it.
     await eventually(lambda: not cluster.held)
 
 

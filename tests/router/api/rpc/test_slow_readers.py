@@ -1,4 +1,4 @@
-"""A client that reads slower than its tokens come gets everything, in fewer messages; nobody else waits."""
+"""A client that reads slower than its tokens come gets everything, in fewer messages; no other one waits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKENS = 1500
 async def unread(
     router: RouterServer, cluster: FakeCluster, card: ModelCard
 ) -> AsyncIterator[tuple[Any, RunningRequest]]:
-    """An answer that nobody reads, longer than every buffer on the way, and its request, which has begun."""
+    """An unread answer, longer than every buffer on the way, and its request, which has begun."""
     letters = [card.tokenizer.encode_text(letter)[0] for letter in "abcdefgh"]
     answer = [letters[index % 8] for index in range(TOKENS)]
     script(cluster.model, [*answer, card.stop_token_ids[0]])
@@ -52,7 +52,7 @@ async def test_a_slow_reader_gets_joined_deltas_and_the_whole_text(
         unread(router, cluster, card) as (call, run),
         AsyncClient(router.host.endpoint) as other,
     ):
-        # Nobody reads: the request stands still, bounded, and others are served meanwhile.
+        # The client reads nothing: its request stands still, bounded, and others are served meanwhile.
         assert (await other.complete("y", max_tokens=5)).finish_reason == "length"
         await eventually(lambda: run.sink.waiting_bytes >= MAX_WAITING_BYTES, timeout_s=60)
         events, sizes, most = [], [], 0

@@ -11,7 +11,7 @@ export const VIEWS = [
   { name: "playground", title: "Playground", key: "p" },
 ];
 
-/** `{ view, id, seq }` of a fragment; an unknown view is the fleet. `seq` tells requests with one id apart. */
+/** `{ view, id, seq }` of a fragment; an unknown view is the fleet. `seq` distinguishes requests with one id. */
 export function parseRoute(fragment) {
   const [, view = "", id = "", seq = ""] = fragment.replace(/^#/, "").split("/");
   const known = VIEWS.some((one) => one.name === view);

@@ -2,7 +2,7 @@
 
 import { useEffect, useLayoutEffect, useReducer, useRef, useState } from "../vendor/htm-preact-3.1.1.js";
 
-/** A value with listeners. `set` merges a part and tells every listener. */
+/** A value with listeners. `set` merges a part and calls every listener. */
 export class Store {
   constructor(state) {
     this.state = state;
