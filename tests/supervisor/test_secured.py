@@ -77,13 +77,7 @@ def secured(tmp_path: Path, etcd: EtcdProcess, authority: Authority) -> ClusterC
 async def test_a_secured_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     authority = Authority(tmp_path / "authority")
     with EtcdProcess(tmp_path / "etcd", tls=authority.issue("etcd")) as etcd:
-        etcd.ctl("user", "add", f"root:{PASSWORD}")
-        etcd.ctl("user", "grant-role", "root", "root")
-        etcd.ctl("role", "add", "slipstream")
-        etcd.ctl("role", "grant-permission", "slipstream", "--prefix", "readwrite", "/slipstream/v1/")
-        etcd.ctl("user", "add", f"slipstream:{PASSWORD}")
-        etcd.ctl("user", "grant-role", "slipstream", "slipstream")
-        etcd.ctl("auth", "enable")
+        etcd.require_users("slipstream", PASSWORD)
         config = secured(tmp_path, etcd, authority)
         assert config.api_keys is not None
         key = add_key(config.api_keys, name="anna", tenant="anna")

@@ -46,13 +46,7 @@ def files(authority: Authority, tmp_path: Path) -> TlsFiles:
 def running_etcd(authority: Authority, directory: Path) -> Iterator[EtcdProcess]:
     """An etcd that speaks TLS only, asks for certificates, and has a user for one prefix of keys."""
     with EtcdProcess(directory / "etcd", tls=authority.issue("etcd")) as process:
-        process.ctl("user", "add", f"root:{PASSWORD}")
-        process.ctl("user", "grant-role", "root", "root")
-        process.ctl("role", "add", "slipstream")
-        process.ctl("role", "grant-permission", "slipstream", "--prefix", "readwrite", "/slipstream/v1/")
-        process.ctl("user", "add", f"router:{PASSWORD}")
-        process.ctl("user", "grant-role", "router", "slipstream")
-        process.ctl("auth", "enable")
+        process.require_users("router", PASSWORD)
         yield process
 
 

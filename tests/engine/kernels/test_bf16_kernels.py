@@ -23,10 +23,10 @@ from tests.engine.kernels.test_kernels import (
     ODD,
     WIDE,
     attend,
+    check_attention_alone,
     matrix,
     normal,
     plan_of,
-    row_by_row,
 )
 from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
@@ -135,13 +135,7 @@ def test_a_row_gives_the_same_bits_alone_and_in_a_batch(n_threads: int) -> None:
         together = k.linear(x, packed)
         for end in (1, 2, 5, 14, 40):
             assert torch.equal(together[:end], k.linear(x[:end], packed))
-    plan = plan_of(WIDE, [4, 1, 3], [1300, 20, 514], "bfloat16")
-    q = normal(plan.n_rows, WIDE.n_heads, WIDE.qk_head_dim, seed=9)
-    together = attend(k, plan, WIDE, q)
-    for sequence in range(3):
-        for row in range(plan.query_start[sequence], plan.query_start[sequence + 1]):
-            alone = attend(k, row_by_row(plan, row, sequence), WIDE, q[row : row + 1].clone())
-            assert torch.equal(together[row], alone[0])
+    check_attention_alone(k)
 
 
 def logits_of(

@@ -244,6 +244,17 @@ def row_by_row(plan: BatchPlan, row: int, sequence: int) -> BatchPlan:
     )
 
 
+def check_attention_alone(k: Kernels) -> None:
+    """Attention of a row beside others has the bits of that row alone."""
+    plan = plan_of(WIDE, [4, 1, 3], [1300, 20, 514], "bfloat16")
+    q = normal(plan.n_rows, WIDE.n_heads, WIDE.qk_head_dim, seed=9)
+    together = attend(k, plan, WIDE, q)
+    for sequence in range(3):
+        for row in range(plan.query_start[sequence], plan.query_start[sequence + 1]):
+            alone = attend(k, row_by_row(plan, row, sequence), WIDE, q[row : row + 1].clone())
+            assert torch.equal(together[row], alone[0])
+
+
 @pytest.mark.parametrize("n_threads", [1, 2])
 def test_a_row_gives_the_same_bits_alone_and_in_a_batch(n_threads: int) -> None:
     """Verify rows equal decode rows exactly, so drafts do not change the text."""
@@ -252,13 +263,7 @@ def test_a_row_gives_the_same_bits_alone_and_in_a_batch(n_threads: int) -> None:
         packed, x = k.pack(matrix(50, 544, storage)), normal(33, 544, seed=1)
         together = k.linear(x, packed)
         assert all(torch.equal(together[r], k.linear(x[r : r + 1], packed)[0]) for r in range(33))
-    plan = plan_of(WIDE, [4, 1, 3], [1300, 20, 514], "bfloat16")
-    q = normal(plan.n_rows, WIDE.n_heads, WIDE.qk_head_dim, seed=9)
-    together = attend(k, plan, WIDE, q)
-    for sequence in range(3):
-        for row in range(plan.query_start[sequence], plan.query_start[sequence + 1]):
-            alone = attend(k, row_by_row(plan, row, sequence), WIDE, q[row : row + 1].clone())
-            assert torch.equal(together[row], alone[0])
+    check_attention_alone(k)
 
 
 def test_many_small_jobs_over_many_threads() -> None:

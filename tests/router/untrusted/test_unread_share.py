@@ -108,45 +108,44 @@ async def read_text(call: Any) -> str:
     return "".join([event.delta.text async for response in call for event in response.events])
 
 
+async def unread_streams(router: RouterServer) -> list[RawClient]:
+    """Clients of tenant A that read nothing, all suspended, while other tenants are served."""
+    router.ports.http.setsockopt(1, 7, 1 << 12)  # SO_SNDBUF
+    clients = [RawClient("key-a") for _ in range(STREAMS)]
+    for index, client in enumerate(clients):
+        messages = [{"role": "user", "content": f"x{index}"}]
+        await client.post(router.http_endpoint, {**BODY, "messages": messages})
+    await eventually(lambda: router.manager.held == STREAMS)
+    await check_others(router)
+    return clients
+
+
+async def check_texts(clients: Sequence[RawClient]) -> None:
+    """Read all answers, which are whole."""
+    async with asyncio.timeout(WAIT_S):
+        await asyncio.gather(*[client.read_all() for client in clients])
+    for client in clients:
+        choices = [choice for event in client.events() for choice in event["choices"]]
+        text = "".join(choice["delta"].get("content") or "" for choice in choices)
+        assert text == "".join(LETTERS[index % 8] for index in range(TOKENS))
+        client.socket.close()
+
+
 async def test_suspended_streams_go_on_where_their_workers_have_died(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
     async with crowded(cluster, card) as router:
-        router.ports.http.setsockopt(1, 7, 1 << 12)  # SO_SNDBUF
-        clients = [RawClient("key-a") for _ in range(STREAMS)]
-        for index, client in enumerate(clients):
-            messages = [{"role": "user", "content": f"x{index}"}]
-            await client.post(router.http_endpoint, {**BODY, "messages": messages})
-        await eventually(lambda: router.manager.held == STREAMS)
-        await check_others(router)
+        clients = await unread_streams(router)
         for worker in (cluster.prefills[0], cluster.decodes[0]):
             await worker.stop()
-        async with asyncio.timeout(WAIT_S):
-            await asyncio.gather(*[client.read_all() for client in clients])
-        for client in clients:
-            choices = [choice for event in client.events() for choice in event["choices"]]
-            text = "".join(choice["delta"].get("content") or "" for choice in choices)
-            assert text == "".join(LETTERS[index % 8] for index in range(TOKENS))
-            client.socket.close()
+        await check_texts(clients)
         await eventually(lambda: not router.manager.held)
 
 
 async def test_unread_http_streams_hold_up_no_other_tenant(cluster: FakeCluster, card: ModelCard) -> None:
     async with crowded(cluster, card) as router:
-        router.ports.http.setsockopt(1, 7, 1 << 12)  # SO_SNDBUF
-        clients = [RawClient("key-a") for _ in range(STREAMS)]
-        for index, client in enumerate(clients):
-            messages = [{"role": "user", "content": f"x{index}"}]
-            await client.post(router.http_endpoint, {**BODY, "messages": messages})
-        await eventually(lambda: router.manager.held == STREAMS)
-        await check_others(router)
-        async with asyncio.timeout(WAIT_S):
-            await asyncio.gather(*[client.read_all() for client in clients])
-        for client in clients:
-            choices = [choice for event in client.events() for choice in event["choices"]]
-            text = "".join(choice["delta"].get("content") or "" for choice in choices)
-            assert text == "".join(LETTERS[index % 8] for index in range(TOKENS))
-            client.socket.close()
+        clients = await unread_streams(router)
+        await check_texts(clients)
         await eventually(lambda: not router.manager.held and not cluster.held)
 
 

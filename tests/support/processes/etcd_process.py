@@ -118,6 +118,16 @@ class EtcdProcess:
         )
         return done.stdout
 
+    def require_users(self, user: str, password: str) -> None:
+        """Require logins: `user` and root have the password, and `user` reaches Slipstream's keys only."""
+        self.ctl("user", "add", f"root:{password}")
+        self.ctl("user", "grant-role", "root", "root")
+        self.ctl("role", "add", "slipstream")
+        self.ctl("role", "grant-permission", "slipstream", "--prefix", "readwrite", "/slipstream/v1/")
+        self.ctl("user", "add", f"{user}:{password}")
+        self.ctl("user", "grant-role", user, "slipstream")
+        self.ctl("auth", "enable")
+
     def _healthy(self) -> bool:
         url, context = f"http://{self.endpoint}/health", None
         if self.tls is not None:
