@@ -18,7 +18,7 @@ BY_ROUND_ROBIN = "round_robin"  # of workers that cost about the same, it got a 
 BY_HELD = "held"  # of workers that cost the same, it holds most of the prompt
 BY_DRAW = "draw"  # of workers that are equal, the seed picked it
 BY_NAME = "name"  # of pairs that cost the same, its group comes first by name
-ONLY_ONE = "only"  # no other worker may be used
+ONLY_ONE = "only"  # no other worker of its group may be used
 REQUESTED = "requested"  # the client named it
 REFUSED = "refused"  # `against` holds more KV and may not be used
 MARGIN = "margin"  # `against` would save too little time to disturb a decode batch
@@ -63,13 +63,17 @@ def choice_reason(
     if rule == BY_COST and against is not None:
         return cost_reason(chosen.part, chosen.instance, chosen.cost, against.instance, against.cost)
     if rule == ONLY_ONE:
-        text = "is the only usable worker"
+        may = "that may compute the prompt" if chosen.part == "local" else "that may be used"
+        text = f"is the only worker of its group {may}"
     elif rule == REQUESTED:
         text = "is the requested worker"
     else:
         alike = f"{n_alike} workers that cost at most {limit_ms:.1f} ms"
+        turn = "got a cold prompt longest ago of"
+        if not chosen.last_cold:
+            turn = "got no cold prompt yet, unlike the others of"
         text = {
-            BY_ROUND_ROBIN: f"got a cold prompt longest ago of {alike}",
+            BY_ROUND_ROBIN: f"{turn} {alike}",
             BY_HELD: f"holds most of {alike}",
             BY_DRAW: f"was drawn by the seed from {alike}",
         }[rule]

@@ -112,7 +112,7 @@ def place(request: PlacementRequest, fleet: PlacementFleet) -> PlacementDecision
     if alone is not None and (reason := _local_reason(alone, pairs, prefill)):
         return _decide(request, fleet, alone, [reason], parts)
     if not pairs:
-        raise Unavailable(_no_worker("prefill", prefill))
+        raise Unavailable(_no_pair(prefill))
     return _decide(request, fleet, pairs[0], _pair_reasons(pairs, alone), parts, cold=cold)
 
 
@@ -178,7 +178,7 @@ def _local_reason(
 ) -> ChoiceReason | None:
     """Why a decode worker is to compute the prompt; None if a pair is to run the request."""
     if not pairs:
-        return forced_reason(alone.name, _no_worker("prefill", prefill))
+        return forced_reason(alone.name, _no_pair(prefill))
     if alone.cost.total_ms + LOCAL_MARGIN_MS < pairs[0].cost.total_ms:
         return cost_reason("local", alone.name, alone.cost, pairs[0].name, pairs[0].cost)
     return None
@@ -239,6 +239,13 @@ def _kvstore(request: PlacementRequest, fleet: PlacementFleet, group: Group) -> 
     if holders:
         return max(holders, key=lambda name: (request.store_held[name].tokens, name))
     return max(stores, key=lambda name: hashlib.blake2b(request.content_key + name.encode()).digest())
+
+
+def _no_pair(prefill: _Candidates) -> str:
+    """Why no prefill worker can run a prompt for a decode worker."""
+    if usable_by_group(prefill):
+        return "no prefill worker that is ready has the transport and the region of a ready decode worker"
+    return _no_worker("prefill", prefill)
 
 
 def _no_worker(role: str, candidates: _Candidates) -> str:

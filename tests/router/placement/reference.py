@@ -78,7 +78,7 @@ def place(request: PlacementRequest, fleet: PlacementFleet) -> ReferenceDecision
         if best_pair is None or cost.total_ms + margin_ms < pair_cost.total_ms:
             return _decide_local(request, fleet, chosen, cost, legs)
     if best_pair is None:
-        raise Unavailable(_no_worker("prefill", prefill))
+        raise Unavailable(_no_pair(prefill))
     return _decide_pair(request, fleet, best_pair, pair_cost, legs, cold=cold)
 
 
@@ -218,6 +218,12 @@ def _kvstore(request: PlacementRequest, fleet: PlacementFleet, group: tuple[str,
     if holders:
         return max(holders, key=lambda name: (request.store_held[name].tokens, name))
     return max(stores, key=lambda name: hashlib.blake2b(request.content_key + name.encode()).digest())
+
+
+def _no_pair(prefill: Sequence[ReferenceLeg]) -> str:
+    if any(not leg.refused for leg in prefill):
+        return "no prefill worker that is ready has the transport and the region of a ready decode worker"
+    return _no_worker("prefill", prefill)
 
 
 def _no_worker(role: str, legs: Sequence[ReferenceLeg]) -> str:

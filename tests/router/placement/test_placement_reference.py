@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from services.router.placement import explanation
 from services.router.placement.policy import place
 from services.router.placement.types import (
+    ChoiceReason,
     PlacementDecision,
     PlacementFleet,
     PlacementRequest,
@@ -71,6 +72,38 @@ def test_the_term_that_is_named_differs_most(seed: int) -> None:
         decision = _decide(draw.request(), draw.fleet())
         if isinstance(decision, PlacementDecision):
             _check_reasons(decision)
+
+
+@given(st.integers(0, 1 << 48))
+@settings(max_examples=40, deadline=None)
+def test_what_a_reason_says_of_other_workers_is_true(seed: int) -> None:
+    for i in range(FLEETS_A_SEED):
+        draw = RandomFleets(seed * FLEETS_A_SEED + i)
+        decision = _decide(draw.request(), draw.fleet())
+        if isinstance(decision, PlacementDecision):
+            for reason in decision.reasons:
+                _check_rule(reason, decision)
+
+
+def _check_rule(reason: ChoiceReason, decision: PlacementDecision) -> None:
+    usable = [candidate for candidate in decision.candidates if not candidate.refused]
+    chosen = next((c for c in usable if (c.part, c.instance) == (reason.part, reason.chosen)), None)
+    if reason.text.startswith("no prefill worker is ready"):
+        assert all(candidate.part != "prefill" for candidate in usable)
+    if chosen is None:
+        return  # a pair
+    others = [c for c in usable if (c.part, c.group) == (chosen.part, chosen.group) and c is not chosen]
+    alike = [other for other in others if other.total_ms <= chosen.total_ms]
+    if reason.text.startswith("is the only worker of its group"):
+        assert not others
+    elif reason.rule == explanation.BY_COST and " with " not in reason.against and "holds" not in reason.text:
+        assert not alike or decision.cold
+        assert reason.against in [other.instance for other in others]
+    elif reason.rule == explanation.BY_ROUND_ROBIN:
+        assert all(other.last_cold > chosen.last_cold for other in alike)
+        assert ("got no cold prompt" in reason.text) == (chosen.last_cold == 0)
+    elif reason.rule == explanation.BY_HELD:
+        assert all(other.held_tokens < chosen.held_tokens for other in alike)
 
 
 def _check_reasons(decision: PlacementDecision) -> None:
