@@ -32,6 +32,7 @@ from slipstream.block_hashes import pack_hashes
 from slipstream.errors import SlipstreamError
 from slipstream.rpc.dial import dial
 from slipstream.rpc.rpc_errors import from_rpc_error
+from slipstream.sampling import SAMPLING_DEFAULTS
 from slipstream.v1 import (
     common_pb2,
     decode_pb2,
@@ -200,7 +201,7 @@ async def running_nodes() -> AsyncIterator[Nodes]:
 
 def greedy(max_tokens: int = 8, **fields: Any) -> common_pb2.SamplingParams:
     """Return complete parameters of a greedy request."""
-    values = {"temperature": 0.0, "top_p": 1.0, "repetition_penalty": 1.0, "ignore_eos": True, **fields}
+    values: dict[str, Any] = {**SAMPLING_DEFAULTS, "temperature": 0.0, "ignore_eos": True, **fields}
     return common_pb2.SamplingParams(max_tokens=max_tokens, **values)
 
 

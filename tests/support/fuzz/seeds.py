@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from array import array
+from typing import Any
 
 from google.protobuf.message import Message
 
 from libs.common.block_hash import chain_hashes
 from slipstream.block_hashes import pack_hashes
 from slipstream.keda import externalscaler_pb2 as keda
+from slipstream.sampling import SAMPLING_DEFAULTS
 from slipstream.v1 import (
     autoscale_pb2,
     batches_pb2,
@@ -97,9 +99,8 @@ def worker_seeds(
 def _of_prompt(
     fingerprint: common_pb2.Fingerprint, prompt: bytes, hashes: bytes, *, name: str, lease_ms: int
 ) -> list[Message]:
-    sampling = common_pb2.SamplingParams(
-        max_tokens=8, temperature=0.0, top_p=1.0, repetition_penalty=1.0, ignore_eos=True
-    )
+    values: dict[str, Any] = {**SAMPLING_DEFAULTS, "temperature": 0.0}
+    sampling = common_pb2.SamplingParams(max_tokens=8, ignore_eos=True, **values)
     handle = int(name)
     prefill = prefill_pb2.StartPrefill(
         handle=handle,

@@ -21,6 +21,7 @@ from libs.worker.requests.request_spec import (
 )
 from slipstream.block_hashes import pack_hashes
 from slipstream.errors import FingerprintMismatch, InvalidArgument
+from slipstream.sampling import SAMPLING_DEFAULTS
 from slipstream.v1 import common_pb2
 
 ROOT = bytes(16)
@@ -110,13 +111,13 @@ def test_a_shared_prefix_is_checked_as_all_hashes_are(emitted: list[int]) -> Non
         assert caught.value.field == field
 
 
-GOOD: dict[str, Any] = {"top_p": 1.0, "repetition_penalty": 1.0, "max_tokens": 5}
+GOOD: dict[str, Any] = {**SAMPLING_DEFAULTS, "max_tokens": 5}
 
 
 def test_sampling_parameters_are_copied() -> None:
     parsed = parse_sampling(
         common_pb2.SamplingParams(
-            **GOOD, temperature=0.5, seed=2**64 - 1, logit_bias={3: 1.5}, top_logprobs=0
+            **{**GOOD, "temperature": 0.5}, seed=2**64 - 1, logit_bias={3: 1.5}, top_logprobs=0
         )
     )
     assert (parsed.temperature, parsed.seed, parsed.logit_bias, parsed.logprobs) == (
