@@ -17,7 +17,7 @@ from services.router.api.jobs.assembly import RouterJobs
 from services.router.api.responses.operations import ResponseOperations
 from services.router.api.responses.routes import PATH as RESPONSES_PATH
 from services.router.api.responses.routes import ResponsesRoutes
-from services.router.api.responses.rpc.service import (
+from services.router.api.rpc.response_service import (
     RESPONSE_SERVICE_NAME,
     ResponseService,
     response_handlers,

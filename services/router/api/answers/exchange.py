@@ -12,7 +12,7 @@ from services.router.api.answers.answer_format import (
     AnswerWriter,
     ParsedBody,
 )
-from services.router.api.http.content_encoding import decompress
+from services.router.api.content_encoding import decompress
 from services.router.execution.request_manager import RequestManager
 from services.router.request.token_texts import TokenTexts
 from services.router.request.types import Caller

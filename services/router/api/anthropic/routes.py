@@ -11,7 +11,7 @@ from libs.common.http.failure import ErrorShape
 from services.router.api.anthropic.answer_format import MessagesFormat
 from services.router.api.anthropic.errors import error_shape
 from services.router.api.anthropic.request import parse_count_body
-from services.router.api.http.content_encoding import decompress
+from services.router.api.content_encoding import decompress
 from services.router.api.http.generation import GenerationEndpoint
 from services.router.api.http.ignored_header import count_ignored
 from services.router.api.http.request_reader import RequestReader

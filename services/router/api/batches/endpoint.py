@@ -17,8 +17,8 @@ from services.router.api.batches.batch_store import decode_batch
 from services.router.api.batches.form import FormReader, check_length
 from services.router.api.batches.operations import BatchOperations
 from services.router.api.batches.records import batch_object, file_object, list_object
+from services.router.api.content_encoding import decompress
 from services.router.api.http.answer_delivery import AnswerDelivery
-from services.router.api.http.content_encoding import decompress
 from services.router.api.http.piece_stream import send_pieces
 from services.router.api.http.request_reader import RequestReader
 from services.router.execution.request_manager import RequestManager

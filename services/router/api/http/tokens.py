@@ -8,8 +8,8 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
+from services.router.api.content_encoding import decompress
 from services.router.api.http.answer_delivery import AnswerDelivery
-from services.router.api.http.content_encoding import decompress
 from services.router.api.http.ignored_header import count_ignored
 from services.router.api.http.request_reader import RequestReader
 from services.router.api.openai.token_bodies import (

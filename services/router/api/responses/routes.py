@@ -12,8 +12,8 @@ from aiohttp import web
 from libs.common import api_bounds
 from libs.common.http.failure import ErrorShape, failure_of
 from services.router.api.answers.exchange import read_exchange
+from services.router.api.content_encoding import decompress
 from services.router.api.followers import Followers
-from services.router.api.http.content_encoding import decompress
 from services.router.api.http.event_stream import EventStream
 from services.router.api.http.generation import GenerationEndpoint
 from services.router.api.http.ignored_header import ignored_header

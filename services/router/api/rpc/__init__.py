@@ -1,4 +1,4 @@
-"""RouterService over gRPC: its methods, and its messages as requests.
+"""RouterService and ResponseService over gRPC: their methods, and messages of Generate as requests.
 
 Must not import `aiohttp`, `anthropic`, `batches`, `jobs` or `workers_ai`.
 """

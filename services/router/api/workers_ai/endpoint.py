@@ -22,7 +22,7 @@ from libs.common.http.failure import ErrorShape, HttpFailure, failure_of
 from services.router.api.answers.answer_format import AnswerFormat
 from services.router.api.answers.exchange import read_exchange
 from services.router.api.answers.whole import run_to_end
-from services.router.api.http.content_encoding import decompress
+from services.router.api.content_encoding import decompress
 from services.router.api.http.generation import GenerationEndpoint
 from services.router.api.http.ignored_header import ignored_header
 from services.router.api.http.middleware import RECORD

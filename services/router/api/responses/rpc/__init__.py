@@ -1,4 +1,4 @@
-"""Stored responses over gRPC: ResponseService, and the answers of Generate that are stored or go on.
+"""Stored responses over gRPC: their messages, and the answers of Generate that are stored or go on.
 
-What is stored is what `/v1/responses` stores. Must not import `aiohttp`, `http` or `routes`.
+`rpc.response_service` serves them. Must not import `aiohttp`, `http`, `routes` or `rpc.server`.
 """
