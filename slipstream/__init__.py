@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from slipstream.requests import ChatArguments, GenerateArguments, Message, Tool
     from slipstream.responses.messages import ConversationItem, SavedResponse
     from slipstream.rpc.tls import TlsFiles
+    from slipstream.tool_loop import ToolRun
     from slipstream.typed.function_tool import ToolError
-    from slipstream.typed.tool_loop import ToolRun
 
 __all__ = [
     "Aborted",
@@ -138,7 +138,7 @@ _HOMES = {
     "responses.messages": ("ConversationItem", "SavedResponse"),
     "rpc.tls": ("TlsFiles",),
     "typed.function_tool": ("ToolError",),
-    "typed.tool_loop": ("ToolRun",),
+    "tool_loop": ("ToolRun",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -17,6 +17,7 @@ from slipstream.calls.callers import Metadata
 from slipstream.calls.generation import begin_generation
 from slipstream.calls.losses import UnaryTries
 from slipstream.calls.refusals import MAX_RETRIES
+from slipstream.calls.resume import RESUME_WITHIN_S, Resumption
 from slipstream.client import DEFAULT_TIMEOUT_S, call_metadata, check_tls
 from slipstream.endpoints import Endpoints
 from slipstream.errors import InvalidArgument, Unavailable
@@ -34,11 +35,10 @@ from slipstream.requests import (
     with_form,
 )
 from slipstream.responses.calls import AsyncResponses
-from slipstream.resume import RESUME_WITHIN_S, Resumption
 from slipstream.rpc.dial import dial
 from slipstream.rpc.tls import TlsFiles
+from slipstream.tool_loop import MAX_ROUNDS, ToolLoop, ToolRun
 from slipstream.typed.function_tool import ToolError
-from slipstream.typed.tool_loop import MAX_ROUNDS, ToolLoop, ToolRun
 from slipstream.typed.type_value import KindT
 from slipstream.v1 import router_pb2, router_pb2_grpc
 

@@ -27,6 +27,7 @@ from slipstream.calls.callers import Metadata
 from slipstream.calls.generation import begin_generation
 from slipstream.calls.losses import UnaryTries
 from slipstream.calls.refusals import MAX_RETRIES
+from slipstream.calls.resume import RESUME_WITHIN_S, Resumption
 from slipstream.endpoints import Endpoints
 from slipstream.errors import InvalidArgument, Unavailable
 from slipstream.jobs.calls import BlockingJobs
@@ -43,11 +44,10 @@ from slipstream.requests import (
     with_form,
 )
 from slipstream.responses.calls import BlockingResponses
-from slipstream.resume import RESUME_WITHIN_S, Resumption
 from slipstream.rpc.dial import CHANNEL_OPTIONS, tls_options
 from slipstream.rpc.tls import TlsFiles
+from slipstream.tool_loop import MAX_ROUNDS, ToolLoop, ToolRun
 from slipstream.typed.function_tool import ToolError
-from slipstream.typed.tool_loop import MAX_ROUNDS, ToolLoop, ToolRun
 from slipstream.typed.type_value import KindT
 from slipstream.v1 import router_pb2, router_pb2_grpc
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slipstream.calls.callers import Metadata
-from slipstream.resume import Resumption
+from slipstream.calls.resume import Resumption
 from slipstream.v1 import router_pb2
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.router.execution.event_queue import join
 from services.router.request.model_card import ModelCard
-from slipstream.resume import Resumption
+from slipstream.calls.resume import Resumption
 from slipstream.v1 import common_pb2, router_pb2
 from tests.router.execution.test_output_processor import make_processor, whole_answer
 

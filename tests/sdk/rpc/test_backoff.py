@@ -24,7 +24,7 @@ from libs.worker.offload import block_writer
 from libs.worker.restore import source_probes
 from libs.worker.restore.source_breaker import SourceBreaker
 from services.decode import speculation
-from slipstream import resume
+from slipstream.calls import resume
 from slipstream.rpc.backoff import (
     ANSWER_S,
     CHANNEL_PAUSE_MS,

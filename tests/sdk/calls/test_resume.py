@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream import errors
+from slipstream.calls.resume import Resumption
 from slipstream.client import Client
 from slipstream.endpoints import Endpoints
-from slipstream.resume import Resumption
 from slipstream.rpc.rpc_errors import to_status
 from slipstream.v1 import common_pb2, router_pb2
 
