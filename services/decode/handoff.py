@@ -111,8 +111,8 @@ class HandoffPull:
             # Not `async for`: its suspended generator and the call refer to each other, and would keep the
             # last event until a garbage collection.
             while isinstance(event := await events.read(), prefill_pb2.WatchHandoffResponse):
-                if event.HasField("failed"):
-                    error = from_failure(event.failed)
+                if event.HasField("failure"):
+                    error = from_failure(event.failure)
                     if isinstance(error, Aborted):  # the export was, not this sequence
                         raise Unavailable(f"the exporter ended the handoff: {error.message}")
                     raise error

@@ -153,7 +153,7 @@ class HandoffRegistry:
                     yield prefill_pb2.WatchHandoffResponse(complete=handoff.result)
                     return
                 if changed is None:
-                    yield prefill_pb2.WatchHandoffResponse(failed=to_failure(_why_ended(handoff)))
+                    yield prefill_pb2.WatchHandoffResponse(failure=to_failure(_why_ended(handoff)))
                     return
                 await changed.wait()
         finally:

@@ -52,7 +52,7 @@ class _BatchStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BatchState
     BATCH_STATE_FINALIZING: _BatchState.ValueType  # 3
     BATCH_STATE_COMPLETED: _BatchState.ValueType  # 4
     BATCH_STATE_FAILED: _BatchState.ValueType  # 5
-    """a line is no request: nothing has run"""
+    """a line is not a valid request, so that nothing ran"""
     BATCH_STATE_EXPIRED: _BatchState.ValueType  # 6
     BATCH_STATE_CANCELLING: _BatchState.ValueType  # 7
     BATCH_STATE_CANCELLED: _BatchState.ValueType  # 8
@@ -65,7 +65,7 @@ BATCH_STATE_IN_PROGRESS: BatchState.ValueType  # 2
 BATCH_STATE_FINALIZING: BatchState.ValueType  # 3
 BATCH_STATE_COMPLETED: BatchState.ValueType  # 4
 BATCH_STATE_FAILED: BatchState.ValueType  # 5
-"""a line is no request: nothing has run"""
+"""a line is not a valid request, so that nothing ran"""
 BATCH_STATE_EXPIRED: BatchState.ValueType  # 6
 BATCH_STATE_CANCELLING: BatchState.ValueType  # 7
 BATCH_STATE_CANCELLED: BatchState.ValueType  # 8

@@ -161,8 +161,8 @@ class DraftResponse(_message.Message):
     PROPOSALS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     transport: _common_pb2.Transport.ValueType
-    """What this drafter reads `exported` rows by. The first response has it, at once and without proposals; none
-    from a drafter that reads no such rows.
+    """The transport by which this drafter reads `exported` rows. The first response has it, at once and without
+    proposals. A drafter that cannot read such rows leaves it unspecified.
     """
     @_builtins.property
     def proposals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Proposal]: ...

@@ -137,8 +137,8 @@ class FleetProcess(_message.Message):
     """of a router: where clients call RouterService and JobService"""
     @_builtins.property
     def load(self) -> _worker_pb2.LoadReport:
-        """Absent where the last report is older than 3 s. A kvstore node without a block has the room of its memory
-        as blocks_free, in blocks of the workers that the router sees.
+        """Absent where the last report is older than 3 s. While a kvstore node stores no block, `blocks_free` is the
+        room of its memory in blocks of the size that the workers have.
         """
 
     @_builtins.property

@@ -65,7 +65,9 @@ class NewJob(_message.Message):
     reference: _builtins.str
     """the submitter's"""
     group_id: _builtins.str
-    """the submitter's; jobs of a group are listed, followed and cancelled together. Not batch_ or run_ ..."""
+    """The submitter's, empty: none. Jobs of a group are listed, followed and cancelled together. It must not
+    begin with `batch_` or `run_`.
+    """
     idempotency_key: _builtins.str
     """empty: each submission is a new job"""
     expires_ms: _builtins.int

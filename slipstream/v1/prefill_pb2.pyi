@@ -405,25 +405,25 @@ class WatchHandoffResponse(_message.Message):
 
     READY_FIELD_NUMBER: _builtins.int
     COMPLETE_FIELD_NUMBER: _builtins.int
-    FAILED_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ready(self) -> Global___BlocksReady: ...
     @_builtins.property
     def complete(self) -> Global___HandoffComplete: ...
     @_builtins.property
-    def failed(self) -> _common_pb2.Failure: ...
+    def failure(self) -> _common_pb2.Failure: ...
     def __init__(
         self,
         *,
         ready: Global___BlocksReady | None = ...,
         complete: Global___HandoffComplete | None = ...,
-        failed: _common_pb2.Failure | None = ...,
+        failure: _common_pb2.Failure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "event", b"event", "failed", b"failed", "ready", b"ready"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "event", b"event", "failure", b"failure", "ready", b"ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "event", b"event", "failed", b"failed", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "event", b"event", "failure", b"failure", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ready", "complete", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ready", "complete", "failure"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -431,7 +431,7 @@ Global___WatchHandoffResponse: _TypeAlias = WatchHandoffResponse  # noqa: Y015
 
 @_typing.final
 class BlocksReady(_message.Message):
-    """BlocksReady says where the final bytes of the blocks [first_block, first_block + n) are."""
+    """BlocksReady says where the final bytes of consecutive blocks are, beginning with `first_block`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -443,7 +443,7 @@ class BlocksReady(_message.Message):
     """xxh3-128 of each block's n_bytes under the cluster's key, big-endian, 16 bytes each"""
     @_builtins.property
     def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """in the exporting worker's registered memory; 0 before the watched block"""
+        """one for each block, in the exporting worker's registered memory; 0 before WatchHandoffRequest.first_block"""
 
     def __init__(
         self,
@@ -471,7 +471,7 @@ class HandoffComplete(_message.Message):
     finish_reason: _common_pb2.FinishReason.ValueType
     @_builtins.property
     def draft_state(self) -> Global___DraftState:
-        """absent without a draft head, or where no watcher asked for rows, or without room"""
+        """Absent without a draft head, when no watcher asked for rows, and when the staging memory had no room."""
 
     def __init__(
         self,

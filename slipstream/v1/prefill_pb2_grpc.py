@@ -84,7 +84,7 @@ class PrefillServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchHandoff(self, request, context):
-        """WatchHandoff streams which blocks are ready, in order, and ends after `complete` or `failed`. Effect: the
+        """WatchHandoff streams which blocks are ready, in order, and ends after `complete` or `failure`. Effect: the
         worker exports the blocks from the first call's `first_block` on, as far as its staging memory has room,
         and the open call renews the lease. Idempotent.
         """

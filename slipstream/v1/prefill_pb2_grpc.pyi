@@ -47,7 +47,7 @@ class PrefillServiceStub:
     Not idempotent: a second start of the same (request_id, attempt) fails with FAILED_PRECONDITION.
     """
     WatchHandoff: _grpc.UnaryStreamMultiCallable[_prefill_pb2.WatchHandoffRequest, _prefill_pb2.WatchHandoffResponse]
-    """WatchHandoff streams which blocks are ready, in order, and ends after `complete` or `failed`. Effect: the
+    """WatchHandoff streams which blocks are ready, in order, and ends after `complete` or `failure`. Effect: the
     worker exports the blocks from the first call's `first_block` on, as far as its staging memory has room,
     and the open call renews the lease. Idempotent.
     """
@@ -81,7 +81,7 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
     Not idempotent: a second start of the same (request_id, attempt) fails with FAILED_PRECONDITION.
     """
     WatchHandoff: _aio.UnaryStreamMultiCallable[_prefill_pb2.WatchHandoffRequest, _prefill_pb2.WatchHandoffResponse]  # type: ignore[assignment]
-    """WatchHandoff streams which blocks are ready, in order, and ends after `complete` or `failed`. Effect: the
+    """WatchHandoff streams which blocks are ready, in order, and ends after `complete` or `failure`. Effect: the
     worker exports the blocks from the first call's `first_block` on, as far as its staging memory has room,
     and the open call renews the lease. Idempotent.
     """
@@ -124,7 +124,7 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.WatchHandoffRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.WatchHandoffResponse], _abc.AsyncIterator[_prefill_pb2.WatchHandoffResponse]]:
-        """WatchHandoff streams which blocks are ready, in order, and ends after `complete` or `failed`. Effect: the
+        """WatchHandoff streams which blocks are ready, in order, and ends after `complete` or `failure`. Effect: the
         worker exports the blocks from the first call's `first_block` on, as far as its staging memory has room,
         and the open call renews the lease. Idempotent.
         """

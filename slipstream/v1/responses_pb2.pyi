@@ -28,7 +28,7 @@ class _ResponseStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Respon
     DESCRIPTOR: _descriptor.EnumDescriptor
     RESPONSE_STATUS_UNSPECIFIED: _ResponseStatus.ValueType  # 0
     RESPONSE_STATUS_QUEUED: _ResponseStatus.ValueType  # 1
-    """of a response in the background, and so IN_PROGRESS, FAILED and CANCELLED"""
+    """QUEUED, IN_PROGRESS, FAILED and CANCELLED are states of responses in the background only."""
     RESPONSE_STATUS_IN_PROGRESS: _ResponseStatus.ValueType  # 2
     RESPONSE_STATUS_COMPLETED: _ResponseStatus.ValueType  # 3
     RESPONSE_STATUS_INCOMPLETE: _ResponseStatus.ValueType  # 4
@@ -40,7 +40,7 @@ class ResponseStatus(_ResponseStatus, metaclass=_ResponseStatusEnumTypeWrapper):
 
 RESPONSE_STATUS_UNSPECIFIED: ResponseStatus.ValueType  # 0
 RESPONSE_STATUS_QUEUED: ResponseStatus.ValueType  # 1
-"""of a response in the background, and so IN_PROGRESS, FAILED and CANCELLED"""
+"""QUEUED, IN_PROGRESS, FAILED and CANCELLED are states of responses in the background only."""
 RESPONSE_STATUS_IN_PROGRESS: ResponseStatus.ValueType  # 2
 RESPONSE_STATUS_COMPLETED: ResponseStatus.ValueType  # 3
 RESPONSE_STATUS_INCOMPLETE: ResponseStatus.ValueType  # 4

@@ -82,8 +82,8 @@ class ResponseServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CancelResponse(self, request, context):
-        """CancelResponse ends a response in the background, which `/v1/responses` begins; over gRPC JobService has
-        such requests. One that has ended stays as it is. Idempotent.
+        """CancelResponse ends a response that runs in the background. `/v1/responses` begins such responses; over
+        gRPC JobService takes their place. A response that has ended stays as it is. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,8 +45,8 @@ class ResponseServiceStub:
     otherwise. It has no effect. Idempotent.
     """
     CancelResponse: _grpc.UnaryUnaryMultiCallable[_responses_pb2.CancelResponseRequest, _responses_pb2.CancelResponseResponse]
-    """CancelResponse ends a response in the background, which `/v1/responses` begins; over gRPC JobService has
-    such requests. One that has ended stays as it is. Idempotent.
+    """CancelResponse ends a response that runs in the background. `/v1/responses` begins such responses; over
+    gRPC JobService takes their place. A response that has ended stays as it is. Idempotent.
     """
     DeleteResponse: _grpc.UnaryUnaryMultiCallable[_responses_pb2.DeleteResponseRequest, _responses_pb2.DeleteResponseResponse]
     """DeleteResponse deletes a response; those that continue it stay whole. It fails with NOT_FOUND the second
@@ -70,8 +70,8 @@ class ResponseServiceAsyncStub(ResponseServiceStub):
     otherwise. It has no effect. Idempotent.
     """
     CancelResponse: _aio.UnaryUnaryMultiCallable[_responses_pb2.CancelResponseRequest, _responses_pb2.CancelResponseResponse]  # type: ignore[assignment]
-    """CancelResponse ends a response in the background, which `/v1/responses` begins; over gRPC JobService has
-    such requests. One that has ended stays as it is. Idempotent.
+    """CancelResponse ends a response that runs in the background. `/v1/responses` begins such responses; over
+    gRPC JobService takes their place. A response that has ended stays as it is. Idempotent.
     """
     DeleteResponse: _aio.UnaryUnaryMultiCallable[_responses_pb2.DeleteResponseRequest, _responses_pb2.DeleteResponseResponse]  # type: ignore[assignment]
     """DeleteResponse deletes a response; those that continue it stay whole. It fails with NOT_FOUND the second
@@ -110,8 +110,8 @@ class ResponseServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _responses_pb2.CancelResponseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_responses_pb2.CancelResponseResponse, _abc.Awaitable[_responses_pb2.CancelResponseResponse]]:
-        """CancelResponse ends a response in the background, which `/v1/responses` begins; over gRPC JobService has
-        such requests. One that has ended stays as it is. Idempotent.
+        """CancelResponse ends a response that runs in the background. `/v1/responses` begins such responses; over
+        gRPC JobService takes their place. A response that has ended stays as it is. Idempotent.
         """
 
     @_abc_1.abstractmethod

@@ -558,8 +558,8 @@ class Sampling(_message.Message):
     min_tokens: _builtins.int
     """no stop token ends the answer before it has so many tokens"""
     prompt_logprobs: _builtins.int
-    """Log probabilities of each prompt token and of so many most likely ones. Of several answers the first has
-    them.
+    """Unset: none. n: log probabilities of each prompt token and of the n most likely tokens at its position. Of
+    several answers the first has them.
     """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
@@ -823,7 +823,7 @@ class TextLogprob(_message.Message):
     token_bytes: _builtins.bytes
     logprob: _builtins.float
     token_id: _builtins.int
-    """Of prompt tokens and of the most likely ones at their positions."""
+    """`token_id` and `rank` are set in `prompt_logprobs` only."""
     rank: _builtins.int
     """1 = the most likely; 0: the prompt's first token, which has no log probability"""
     @_builtins.property
@@ -1295,7 +1295,7 @@ Global___GetUsageResponse: _TypeAlias = GetUsageResponse  # noqa: Y015
 
 @_typing.final
 class UsageRow(_message.Message):
-    """UsageRow is a sum over requests. Of the first fields those are set by which rows are grouped."""
+    """UsageRow is a sum over requests. Of `day` to `endpoint` it has those that the request groups by."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

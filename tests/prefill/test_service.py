@@ -225,7 +225,7 @@ async def test_duplicate_and_older_attempts_are_refused() -> None:
         assert isinstance(await first.error(), Aborted)
         gate.allow(1)
         newer_ticket = await opening
-        assert isinstance(from_failure((await watch(node, ticket))[-1].failed), Aborted)
+        assert isinstance(from_failure((await watch(node, ticket))[-1].failure), Aborted)
         gate.open()
         await newer.first_token()
         await release(node, newer_ticket)
@@ -243,7 +243,7 @@ async def test_abort_ends_everything_at_once_and_bars_a_late_start() -> None:
             stub_of(node).AbortPrefill(prefill_pb2.AbortPrefillRequest(attempt=attempt()))
         )
         assert isinstance(await call.error(), Aborted)
-        assert isinstance(from_failure((await watching)[-1].failed), Aborted)
+        assert isinstance(from_failure((await watching)[-1].failure), Aborted)
         gate.open()
         await abort
         assert node.ledger.blocks_held == 0
@@ -284,7 +284,7 @@ async def test_lease_runs_out_without_renewals() -> None:
             await stub_of(node).RenewHandoff(prefill_pb2.RenewHandoffRequest(handoff_id=ticket.handoff_id))
         assert isinstance(from_rpc_error(caught.value), NotFound)
         assert node.core.counters.snapshot()["slipstream_handoffs_expired_total"] == number
-        assert isinstance(from_failure((await watch(node, ticket))[-1].failed), Unavailable)
+        assert isinstance(from_failure((await watch(node, ticket))[-1].failure), Unavailable)
 
 
 async def test_deadline_frees_the_pages() -> None:
@@ -300,7 +300,7 @@ async def test_deadline_frees_the_pages() -> None:
                 ticket = await open_ticket(call)
                 break
         assert isinstance(await call.error(), DeadlineExceeded)
-        assert isinstance(from_failure((await watch(node, ticket))[-1].failed), DeadlineExceeded)
+        assert isinstance(from_failure((await watch(node, ticket))[-1].failure), DeadlineExceeded)
         gate.open()
         await node.wait_idle()
 
@@ -363,7 +363,7 @@ async def test_a_failed_handoff_is_remembered_without_its_prompt() -> None:
             return failed() is None
 
         await eventually(is_freed, "the job is freed")
-        assert isinstance(from_failure((await watch(node, ticket))[-1].failed), Internal)
+        assert isinstance(from_failure((await watch(node, ticket))[-1].failure), Internal)
 
 
 async def test_an_end_that_comes_with_a_failure_does_not_cut_the_release_short() -> None:

@@ -59,6 +59,7 @@ def _value(field: FieldDescriptor, words: st.SearchStrategy[str], depth: int) ->
             FieldDescriptor.TYPE_STRING: words,
             FieldDescriptor.TYPE_UINT32: U32,
             FieldDescriptor.TYPE_UINT64: U64,
+            FieldDescriptor.TYPE_FIXED64: U64,
             FieldDescriptor.TYPE_BOOL: st.booleans(),
             FieldDescriptor.TYPE_ENUM: st.integers(0, 9),
         }[field.type]  # a KeyError asks for the values of a new field type
