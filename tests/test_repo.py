@@ -28,6 +28,7 @@ DOCS = sorted(
 MAX_FILE_LINES = 400
 MAX_FOLDER_MODULES = 16
 MAX_DECISION_WORDS = 300
+MAX_WORDS = {"README.md": 800, "docs/performance.md": 3000}
 MAX_FUNCTION_LINES = 60
 # Files whose functions may be longer, with the reason.
 LONG_FUNCTIONS = {
@@ -226,6 +227,22 @@ def test_a_decision_is_short() -> None:
     words = {path.name: len(path.read_text().split()) for path in ROOT.glob("docs/adr/0*.md")}
     assert words
     assert {name: n for name, n in words.items() if n > MAX_DECISION_WORDS} == {}
+
+
+@pytest.mark.parametrize("page", MAX_WORDS)
+def test_a_page_has_at_most_so_many_words(page: str) -> None:
+    """The lines of tables are no words."""
+    words = [word for word in (ROOT / page).read_text().split() if re.search(r"\w", word)]
+    assert len(words) <= MAX_WORDS[page]
+
+
+def test_a_cell_of_the_performance_page_has_one_figure() -> None:
+    """Cells with words, as heads and commands have, may have several."""
+    rows = [line for line in (ROOT / "docs/performance.md").read_text().splitlines() if line.startswith("|")]
+    numbers = re.compile(r"\d[\d,.]*(?:e-?\d+)?")
+    figures = [cell for row in rows for cell in row.split("|")[2:] if re.fullmatch(r"[^`a-df-zA-Z]*", cell)]
+    assert len(figures) > 300
+    assert [cell for cell in figures if len(numbers.findall(cell)) > 1] == []
 
 
 def test_no_folder_exceeds_its_file_limit() -> None:
