@@ -46,7 +46,7 @@ class HandoffState(Enum):
 
 
 def granted_lease_ms(asked_ms: int) -> int:
-    """The lease a peer gets: its wish within bounds, the default for 0."""
+    """The lease a peer gets: what it asks for within bounds, the default for 0."""
     return min(asked_ms, MAX_LEASE_MS) if asked_ms > 0 else DEFAULT_LEASE_MS
 
 

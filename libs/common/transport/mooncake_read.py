@@ -76,7 +76,7 @@ class MooncakePeer:
 
 
 @dataclass(slots=True)
-class _Landing:
+class _PendingRead:
     """A ReadOp and how many of its elements have not ended."""
 
     op: ReadOp
@@ -103,18 +103,18 @@ class MooncakeRead:
         self._landed = landed
         self._stop = stop
         self._keep_alive = keep_alive
-        self._waiting: deque[tuple[ReadOp, _Landing]] = deque()
+        self._waiting: deque[tuple[ReadOp, _PendingRead]] = deque()
         # A first read has at least two elements, so that it contacts all engines of a peer known to be alive.
         halves = max(1, sum(op.n_bytes for op in reads) // 2)
         element_bytes = ELEMENT_BYTES if peer.reached else min(ELEMENT_BYTES, halves)
-        self._landings: list[_Landing] = []
+        self._pending_reads: list[_PendingRead] = []
         for op in reads:
             pieces = list(split_reads([op], element_bytes))
-            landing = _Landing(op, len(pieces))
-            self._landings.append(landing)
-            self._waiting.extend((piece, landing) for piece in pieces)
-        self._outstanding: dict[int, _Landing] = {}
-        self._contact: tuple[Future[list[int]], list[_Landing]] | None = None
+            pending = _PendingRead(op, len(pieces))
+            self._pending_reads.append(pending)
+            self._waiting.extend((piece, pending) for piece in pieces)
+        self._outstanding: dict[int, _PendingRead] = {}
+        self._contact: tuple[Future[list[int]], list[_PendingRead]] | None = None
         self._reports: list[Future[None]] = []  # calls of `landed` in other threads
         self.n_done = 0  # elements that landed
         self.failed = False  # the engine refused or failed an element
@@ -129,7 +129,7 @@ class MooncakeRead:
     @property
     def missing(self) -> list[ReadOp]:
         """The ops that have not landed, for a read that is over."""
-        return [landing.op for landing in self._landings if landing.n_elements]
+        return [pending.op for pending in self._pending_reads if pending.n_elements]
 
     @property
     def reached(self) -> bool:
@@ -162,9 +162,9 @@ class MooncakeRead:
 
     def _round(self) -> bool:
         if self._contact is not None and self._contact[0].done():
-            future, landings = self._contact
+            future, pending_reads = self._contact
             self._contact = None
-            self._on_submitted(future.result(), landings)
+            self._on_submitted(future.result(), pending_reads)
         if self._may_submit and self._contact is None:
             room = min(self.peer.room(len(self._outstanding)), len(self._waiting))
             if room:
@@ -178,21 +178,21 @@ class MooncakeRead:
         if self.error is not None:
             raise self.error
 
-    def _submit(self, elements: Sequence[tuple[ReadOp, _Landing]]) -> None:
+    def _submit(self, elements: Sequence[tuple[ReadOp, _PendingRead]]) -> None:
         """Submit elements; in another thread for the first contact, which blocks."""
         self.peer.n_elements += len(elements)
         call = self._call([op for op, _ in elements])
-        landings = [landing for _, landing in elements]
+        pending_reads = [pending for _, pending in elements]
         if self.peer.reached:
-            self._on_submitted(call(), landings)
+            self._on_submitted(call(), pending_reads)
         else:
-            self._contact = self._calls.submit(call), landings
+            self._contact = self._calls.submit(call), pending_reads
 
-    def _on_submitted(self, ids: Sequence[int], landings: Sequence[_Landing]) -> None:
+    def _on_submitted(self, ids: Sequence[int], pending_reads: Sequence[_PendingRead]) -> None:
         """Record the elements that the engine accepted: as many as there are ids."""
-        self.peer.n_elements -= len(landings) - len(ids)
-        self.failed |= len(ids) < len(landings)
-        self._outstanding.update(zip(ids, landings, strict=False))
+        self.peer.n_elements -= len(pending_reads) - len(ids)
+        self.failed |= len(ids) < len(pending_reads)
+        self._outstanding.update(zip(ids, pending_reads, strict=False))
 
     def _call(self, ops: Sequence[ReadOp]) -> Callable[[], list[int]]:
         engine, peer, keep_alive = self._engine, self.peer, self._keep_alive
@@ -229,15 +229,15 @@ class MooncakeRead:
             elif self._n_polls % _FULL_POLL_INTERVAL:
                 break  # later elements take as long, and each check may wait for the interpreter lock
         for element, status in ended:
-            landing = self._outstanding.pop(element)
+            pending = self._outstanding.pop(element)
             self.peer.n_elements -= 1
             if status == _FAILED:
                 self.failed = True
                 continue
             self.n_done += 1
-            landing.n_elements -= 1
-            if landing.n_elements == 0 and self._landed is not None:
-                self._report(self._landed, landing.op)
+            pending.n_elements -= 1
+            if pending.n_elements == 0 and self._landed is not None:
+                self._report(self._landed, pending.op)
         return bool(ended)
 
     def _report(self, landed: Landed, op: ReadOp) -> None:

@@ -146,12 +146,12 @@ class BlockFetcher:
             (ReadOp(self._memory.address_of(b.page), b.address, size) for b in blocks),
             at_most_bytes=JOINED_BYTES,
         )
-        landing = _LandingBlocks(self._memory, blocks, reads, stats, on_verified)
+        arriving = _ArrivingBlocks(self._memory, blocks, reads, stats, on_verified)
         try:
-            await self._transport.read(session_id, reads, timeout_s=READ_TIMEOUT_S, landed=landing.verify)
+            await self._transport.read(session_id, reads, timeout_s=READ_TIMEOUT_S, landed=arriving.verify)
         finally:
-            landing.advance()
-        wrong = len(blocks) - len(landing.good)
+            arriving.advance()
+        wrong = len(blocks) - len(arriving.good)
         n_bytes = len(blocks) * size
         stats.n_bytes += n_bytes
         stats.elapsed_ms += (time.perf_counter() - started) * 1e3
@@ -176,7 +176,7 @@ class BlockFetcher:
                 waiting = late
 
 
-class _LandingBlocks:
+class _ArrivingBlocks:
     """The blocks of one batch of reads: verified as they land, and reported in order."""
 
     def __init__(

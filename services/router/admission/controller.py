@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from services.router.admission.class_queues import ClassQueues, WaitingRequest
 from services.router.admission.end_pace import EndPace
-from services.router.admission.forecast import Capacity, Forecast, Load, Outlook
+from services.router.admission.forecast import Capacity, Forecast, Load, PredictedLoad
 from services.router.admission.tenant_reserve import TenantReserve, with_reserve
 from services.router.admission.types import (
     AdmissionDecision,
@@ -79,9 +79,9 @@ class AdmissionController:
         if head is None or room <= 0:
             return WantedWorkers()
         tokens = sum(waiting.ask.prefill_tokens for waiting in self._queues)
-        outlook = self._outlook(head.ask, capacity, now_ms)
-        late = outlook.wait_ms > self._limits.max_prefill_wait_ms
-        if late or self._has_decode_room(head.ask, capacity, outlook):
+        predicted = self._predict(head.ask, capacity, now_ms)
+        late = predicted.wait_ms > self._limits.max_prefill_wait_ms
+        if late or self._has_decode_room(head.ask, capacity, predicted):
             return WantedWorkers(tokens)
         return WantedWorkers(tokens, min(len(self._queues), room))
 
@@ -104,19 +104,19 @@ class AdmissionController:
 
     def offer(self, ask: AdmissionRequest, capacity: Capacity, now_ms: float) -> AdmissionDecision:
         """Admit, queue or refuse a new request."""
-        outlook = self._outlook(ask, capacity, now_ms)
-        late, behind = _is_late(ask, now_ms, outlook), self._queued_before(ask.priority)
-        if not late and self._may_begin(ask, capacity, outlook):
-            self._admit(ask, now_ms, outlook, preemptions=0)
+        predicted = self._predict(ask, capacity, now_ms)
+        late, behind = _is_late(ask, now_ms, predicted), self._queued_before(ask.priority)
+        if not late and self._may_begin(ask, capacity, predicted):
+            self._admit(ask, now_ms, predicted, preemptions=0)
             return _ADMITTED
-        refusal = self._refusal(ask, capacity, now_ms, outlook)
+        refusal = self._refusal(ask, capacity, now_ms, predicted)
         if refusal is not None:
             return refusal
         if not behind:
             victims = self._victims(ask, capacity, now_ms)
             if victims:
                 put_back = tuple(self._put_back(key, now_ms) for key in victims)
-                self._admit(ask, now_ms, self._outlook(ask, capacity, now_ms), preemptions=0)
+                self._admit(ask, now_ms, self._predict(ask, capacity, now_ms), preemptions=0)
                 return AdmissionDecision(Verdict.ADMITTED, preempted=put_back)
         pushed_out = self._make_room(ask) if self._queues.is_full(ask.priority) else ""
         self._enqueue(WaitingRequest(ask, now_ms, self._until_ms(ask, now_ms)))
@@ -125,22 +125,22 @@ class AdmissionController:
 
     def refuses(self, ask: AdmissionRequest, capacity: Capacity, now_ms: float) -> AdmissionDecision | None:
         """The refusal that `offer` would return, if it would. Changes nothing."""
-        return self._refusal(ask, capacity, now_ms, self._outlook(ask, capacity, now_ms))
+        return self._refusal(ask, capacity, now_ms, self._predict(ask, capacity, now_ms))
 
     def waits(self, ask: AdmissionRequest, capacity: Capacity, now_ms: float) -> bool:
         """Whether `offer` would queue the request. Changes nothing."""
-        outlook = self._outlook(ask, capacity, now_ms)
-        if self._refusal(ask, capacity, now_ms, outlook) is not None:
+        predicted = self._predict(ask, capacity, now_ms)
+        if self._refusal(ask, capacity, now_ms, predicted) is not None:
             return False
-        return self._must_wait(ask, capacity, now_ms, outlook)
+        return self._must_wait(ask, capacity, now_ms, predicted)
 
     def _refusal(
-        self, ask: AdmissionRequest, capacity: Capacity, now_ms: float, outlook: Outlook
+        self, ask: AdmissionRequest, capacity: Capacity, now_ms: float, predicted: PredictedLoad
     ) -> AdmissionDecision | None:
         reason = ""
-        if _is_late(ask, now_ms, outlook):
+        if _is_late(ask, now_ms, predicted):
             reason = "cannot begin in time"
-        elif not self._must_wait(ask, capacity, now_ms, outlook):
+        elif not self._must_wait(ask, capacity, now_ms, predicted):
             return None
         elif not ask.may_wait:
             reason = "busy"
@@ -195,21 +195,21 @@ class AdmissionController:
             self._leave(key)
         admitted = []
         while (head := self._queues.next_head(now_ms)) is not None:
-            outlook = self._outlook(head.ask, capacity, now_ms)
-            if _is_late(head.ask, now_ms, outlook):
+            predicted = self._predict(head.ask, capacity, now_ms)
+            if _is_late(head.ask, now_ms, predicted):
                 self._leave(head.ask.key)
                 expired.append(head.ask.key)
                 continue
-            if not self._fits(head.ask, capacity, outlook):
+            if not self._fits(head.ask, capacity, predicted):
                 break
-            admitted.append(self._begin_waiting(head, now_ms, outlook))
+            admitted.append(self._begin_waiting(head, now_ms, predicted))
         admitted += self._admit_to_reserve(capacity, now_ms)
         return Changes(tuple(admitted), tuple(expired))
 
-    def _begin_waiting(self, head: WaitingRequest, now_ms: float, outlook: Outlook) -> str:
+    def _begin_waiting(self, head: WaitingRequest, now_ms: float, predicted: PredictedLoad) -> str:
         self._queues.take(head.ask.key)
         self._reserve.leave(head.ask.tenant)
-        self._admit(head.ask, now_ms, outlook, preemptions=head.preemptions)
+        self._admit(head.ask, now_ms, predicted, preemptions=head.preemptions)
         return head.ask.key
 
     def _admit_to_reserve(self, capacity: Capacity, now_ms: float) -> Iterator[str]:
@@ -217,52 +217,57 @@ class AdmissionController:
         heads = self._queues.heads()
         while heads:
             ask = heads[0].ask
-            outlook = self._outlook(ask, capacity, now_ms)
-            if _is_late(ask, now_ms, outlook) or not self._fits_in_reserve(ask, capacity, outlook):
+            predicted = self._predict(ask, capacity, now_ms)
+            if _is_late(ask, now_ms, predicted) or not self._fits_in_reserve(ask, capacity, predicted):
                 del heads[0]
                 continue
-            yield self._begin_waiting(heads[0], now_ms, outlook)
+            yield self._begin_waiting(heads[0], now_ms, predicted)
             heads = self._queues.heads()
 
     # ---- room
 
-    def _outlook(
+    def _predict(
         self, ask: AdmissionRequest, capacity: Capacity, now_ms: float, *, without: Collection[str] = ()
-    ) -> Outlook:
+    ) -> PredictedLoad:
         """After all running requests but those in prefill named by `without`."""
         prefilling: Collection[Load] = self._prefilling.values()
         if without:
             prefilling = [running for key, running in self._prefilling.items() if key not in without]
         decoding = self._decoding.values()
-        return self._forecast.outlook(ask.prefill_tokens, prefilling, decoding, capacity, now_ms)
+        return self._forecast.predict(ask.prefill_tokens, prefilling, decoding, capacity, now_ms)
 
     def _fits(
-        self, ask: AdmissionRequest, capacity: Capacity, outlook: Outlook, *, without: Collection[str] = ()
+        self,
+        ask: AdmissionRequest,
+        capacity: Capacity,
+        predicted: PredictedLoad,
+        *,
+        without: Collection[str] = (),
     ) -> bool:
-        """Whether the request may run now beside the others; `outlook` does not count those of `without`."""
+        """Whether the request may run now beside others; `predicted` does not count those of `without`."""
         running = len(self._running) - len(without)
         if not running:
             return True
         if running >= self._limits.max_running:
             return False
-        if outlook.wait_ms > self._limits.max_prefill_wait_ms:
+        if predicted.wait_ms > self._limits.max_prefill_wait_ms:
             return False
-        return self._has_decode_room(ask, capacity, outlook)
+        return self._has_decode_room(ask, capacity, predicted)
 
-    def _has_decode_room(self, ask: AdmissionRequest, capacity: Capacity, outlook: Outlook) -> bool:
-        if capacity.decode_sequences and outlook.decode_sequences >= capacity.decode_sequences:
+    def _has_decode_room(self, ask: AdmissionRequest, capacity: Capacity, predicted: PredictedLoad) -> bool:
+        if capacity.decode_sequences and predicted.decode_sequences >= capacity.decode_sequences:
             return False
         needed = ask.context_tokens + self._forecast.output_tokens
-        return not capacity.decode_tokens or outlook.decode_tokens + needed <= capacity.decode_tokens
+        return not capacity.decode_tokens or predicted.decode_tokens + needed <= capacity.decode_tokens
 
-    def _may_begin(self, ask: AdmissionRequest, capacity: Capacity, outlook: Outlook) -> bool:
+    def _may_begin(self, ask: AdmissionRequest, capacity: Capacity, predicted: PredictedLoad) -> bool:
         """Whether a new request need not wait behind others."""
         if not self._queued_before(ask.priority):
-            return self._fits(ask, capacity, outlook) or self._fits_in_reserve(ask, capacity, outlook)
+            return self._fits(ask, capacity, predicted) or self._fits_in_reserve(ask, capacity, predicted)
         # What waits of tenants below their share finds the reserve full, or `poll` would have admitted it.
-        return not self._queues.has_above(ask.priority) and self._fits_in_reserve(ask, capacity, outlook)
+        return not self._queues.has_above(ask.priority) and self._fits_in_reserve(ask, capacity, predicted)
 
-    def _fits_in_reserve(self, ask: AdmissionRequest, capacity: Capacity, outlook: Outlook) -> bool:
+    def _fits_in_reserve(self, ask: AdmissionRequest, capacity: Capacity, predicted: PredictedLoad) -> bool:
         """Whether a tenant below its share may run this beyond the places of all.
 
         Workers share their prefills among tenants, so the prompts of others do not delay it for long.
@@ -272,20 +277,24 @@ class AdmissionController:
             return False
         if capacity.decode_sequences:
             places = min(places, capacity.decode_sequences)
-            if outlook.decode_sequences >= with_reserve(capacity.decode_sequences):
+            if predicted.decode_sequences >= with_reserve(capacity.decode_sequences):
                 return False
-        needed = outlook.decode_tokens + ask.context_tokens + self._forecast.output_tokens
+        needed = predicted.decode_tokens + ask.context_tokens + self._forecast.output_tokens
         if capacity.decode_tokens and needed > with_reserve(capacity.decode_tokens):
             return False
         return self._reserve.is_below_share(ask.tenant, places)
 
-    def _must_wait(self, ask: AdmissionRequest, capacity: Capacity, now_ms: float, outlook: Outlook) -> bool:
-        if self._may_begin(ask, capacity, outlook):
+    def _must_wait(
+        self, ask: AdmissionRequest, capacity: Capacity, now_ms: float, predicted: PredictedLoad
+    ) -> bool:
+        if self._may_begin(ask, capacity, predicted):
             return False
         return self._queued_before(ask.priority) or not self._victims(ask, capacity, now_ms)
 
-    def _admit(self, ask: AdmissionRequest, now_ms: float, outlook: Outlook, *, preemptions: int) -> None:
-        prefilled_ms = now_ms + outlook.wait_ms + outlook.prefill_ms
+    def _admit(
+        self, ask: AdmissionRequest, now_ms: float, predicted: PredictedLoad, *, preemptions: int
+    ) -> None:
+        prefilled_ms = now_ms + predicted.wait_ms + predicted.prefill_ms
         running = _Running(
             ask.prefill_tokens, ask.context_tokens, now_ms, prefilled_ms, ask=ask, preemptions=preemptions
         )
@@ -304,8 +313,8 @@ class AdmissionController:
         chosen: list[str] = []
         for _, _, _, key in sorted(candidates, reverse=True)[: self._limits.max_victims]:
             chosen += [key]
-            outlook = self._outlook(ask, capacity, now_ms, without=chosen)
-            if self._fits(ask, capacity, outlook, without=chosen):
+            predicted = self._predict(ask, capacity, now_ms, without=chosen)
+            if self._fits(ask, capacity, predicted, without=chosen):
                 return chosen
         return []
 
@@ -380,8 +389,8 @@ class AdmissionController:
         return int(min(max(self._expected_wait_ms(priority, now_ms), least), most))
 
 
-def _is_late(ask: AdmissionRequest, now_ms: float, outlook: Outlook) -> bool:
+def _is_late(ask: AdmissionRequest, now_ms: float, predicted: PredictedLoad) -> bool:
     """Whether its first token would come after its deadline even if it began now."""
     if ask.deadline_ms is None:
         return False
-    return now_ms + outlook.wait_ms + outlook.prefill_ms > ask.deadline_ms
+    return now_ms + predicted.wait_ms + predicted.prefill_ms > ask.deadline_ms

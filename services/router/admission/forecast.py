@@ -39,7 +39,7 @@ class Load:
     prefilled_ms: float  # expected, until it decodes
 
 
-class Outlook(msgspec.Struct, frozen=True, gc=False):
+class PredictedLoad(msgspec.Struct, frozen=True, gc=False):
     """When the request's prefill would end, and the load of decode at that time without the request."""
 
     wait_ms: float  # before its prefill begins
@@ -48,7 +48,7 @@ class Outlook(msgspec.Struct, frozen=True, gc=False):
     decode_tokens: float  # 0 where `capacity` does not limit them
 
 
-class _Usual:
+class _UsualMaximum:
     """The usual maximum of a figure: its running mean and two mean deviations (as TCP's time-out)."""
 
     def __init__(self) -> None:
@@ -68,12 +68,12 @@ class _Usual:
 
 
 class Forecast:
-    """Running means of recent requests, and the outlook computed from them."""
+    """Running means of recent requests, and the load predicted from them."""
 
     def __init__(self, *, naive: bool = False) -> None:
         self._naive = naive
-        self._first_token_ms = _Usual()
-        self._token_ms = _Usual()
+        self._first_token_ms = _UsualMaximum()
+        self._token_ms = _UsualMaximum()
         self.decode_ms = math.inf  # until one has ended
         self.output_tokens = _FIRST_OUTPUT_TOKENS
 
@@ -93,14 +93,14 @@ class Forecast:
         """The usual maximum of the time from admission to the end; 0 before any observation."""
         return self._first_token_ms.most + self._token_ms.most * min(output_tokens, self.output_tokens)
 
-    def outlook(
+    def predict(
         self,
         prefill_tokens: int,
         prefilling: Collection[Load],
         decoding: Collection[Load],
         capacity: Capacity,
         now_ms: float,
-    ) -> Outlook:
+    ) -> PredictedLoad:
         """The forecast for a request of so many tokens to compute, after all of these."""
         rate, workers = capacity.prefill_tokens_per_ms, capacity.prefill_workers
         wait_ms = prefill_ms = 0.0
@@ -116,7 +116,7 @@ class Forecast:
         if capacity.decode_tokens:
             contexts = [load.context_tokens for load in (*come, *stay)]
             tokens = sum(contexts) + sequences * self.output_tokens
-        return Outlook(wait_ms, prefill_ms, sequences, tokens)
+        return PredictedLoad(wait_ms, prefill_ms, sequences, tokens)
 
     def _decoding_at(
         self, then_ms: float, prefilling: Collection[Load], decoding: Collection[Load], now_ms: float

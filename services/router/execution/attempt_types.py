@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from libs.common.block_hash import as_tokens
-from services.router.execution.policies.context_room import OutputWish
+from services.router.execution.policies.context_room import OutputRoom
 from services.router.recording.timeline import RequestTimeline
 from services.router.workers.connection import WorkerConnection
 from services.router.workers.decode_client import DecodeClient
@@ -33,7 +33,7 @@ class AttemptSpec(msgspec.Struct, frozen=True):
     sampling: common_pb2.SamplingParams
     store_generated: bool
     deadline_s: float | None
-    wish: OutputWish = OutputWish()
+    output_room: OutputRoom = OutputRoom()
 
 
 class WorkerPair(msgspec.Struct, frozen=True):

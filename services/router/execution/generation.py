@@ -19,7 +19,7 @@ from services.router.execution.attempts.worker_selection import await_fingerprin
 from services.router.execution.context import RouterContext
 from services.router.execution.event_queue import ResponseQueue
 from services.router.execution.output_processor import OutputProcessor
-from services.router.execution.policies.context_room import OutputWish, list_output_lengths
+from services.router.execution.policies.context_room import OutputRoom, list_output_lengths
 from services.router.execution.policies.job_holds import JobHold
 from services.router.execution.request_state import RequestState
 from services.router.execution.request_stats import CountedTokens, StatsRecorder
@@ -251,24 +251,24 @@ class GenerationTask:
             sampling=self._prompt.sampling,
             store_generated=self._prompt.store_generated,
             deadline_s=self.caller.deadline_s,
-            wish=self._wish(),
+            output_room=self._output_room(),
         )
 
-    def _wish(self) -> OutputWish:
+    def _output_room(self) -> OutputRoom:
         """The lengths of the answer that workers must have room for."""
         request, max_tokens = self.request, self._prompt.sampling.max_tokens
-        wish = request.sampling
+        sampling = request.sampling
         lengths = list_output_lengths(
             max_tokens,
-            stated_tokens=wish.max_tokens if wish.max_tokens == max_tokens else None,
+            stated_tokens=sampling.max_tokens if sampling.max_tokens == max_tokens else None,
             is_capped=request.is_capped_by_context,
             # A resumed answer goes on behind the tokens that its client has.
-            least_tokens=max(wish.min_tokens, request.resume_after_tokens + 1),
+            least_tokens=max(sampling.min_tokens, request.resume_after_tokens + 1),
         )
-        return OutputWish(
+        return OutputRoom(
             lengths,
-            is_open=wish.max_tokens is None or request.is_capped_by_context,
-            max_tokens_field=wish.max_tokens_field,
+            is_open=sampling.max_tokens is None or request.is_capped_by_context,
+            max_tokens_field=sampling.max_tokens_field,
             prompt_field=prompt_field(request),
         )
 

@@ -110,7 +110,7 @@ class RequestState:
     def rooms(self) -> Sequence[ContextRoom]:
         """The context that workers of the next attempt must take, the one that serves best first."""
         return list_rooms(
-            self.spec.wish,
+            self.spec.output_room,
             prompt_tokens=len(self.spec.prompt),
             emitted_tokens=len(self.output.tokens),
             max_tokens=self.max_tokens,
@@ -287,7 +287,7 @@ class RequestState:
             tenant=self.caller.tenant,
             hashes=self.hashes,
             block_tokens=spec.fingerprint.block_tokens,
-            is_open=spec.wish.is_open,
+            is_open=spec.output_room.is_open,
         )
 
     # ---- moves away from workers that drain

@@ -304,8 +304,8 @@ def _write_constraint(
 def _sampling(
     request: GenerationRequest, card: ModelCard, *, max_tokens: int, request_id: str
 ) -> common_pb2.SamplingParams:
-    wish = request.sampling
-    stops: Sequence[int] = (*card.stop_token_ids, *wish.stop_token_ids)
+    sampling = request.sampling
+    stops: Sequence[int] = (*card.stop_token_ids, *sampling.stop_token_ids)
     banned: Sequence[int] = ()
     if isinstance(request.input, ChatInput):
         chat, mode = request.input, _mode(request.input)
@@ -314,20 +314,20 @@ def _sampling(
         if not chat.tools or mode == "none":
             # The tools of mode none stay in the prompt, because the conversation's cached KV includes them.
             banned = [card.tokenizer.special_id(name) for name in TOOL_CALL_TOKENS]
-    seed = wish.seed if wish.seed is not None else default_seed(request_id)
-    plain: dict[str, Any] = {**card.sampling_defaults, **wish.given}
+    seed = sampling.seed if sampling.seed is not None else default_seed(request_id)
+    plain: dict[str, Any] = {**card.sampling_defaults, **sampling.given}
     plain["top_p"] = max(plain["top_p"], _MIN_TOP_P)
     return common_pb2.SamplingParams(
         **plain,
-        logit_bias=wish.logit_bias
+        logit_bias=sampling.logit_bias
         or None,  # filling a map, even with nothing, takes longer than all other fields
         seed=seed % (1 << 64),
         max_tokens=max_tokens,
-        min_tokens=wish.min_tokens,
+        min_tokens=sampling.min_tokens,
         stop_token_ids=stops,
-        ignore_eos=wish.ignore_eos,
+        ignore_eos=sampling.ignore_eos,
         banned_token_ids=banned,
-        top_logprobs=wish.top_logprobs,
+        top_logprobs=sampling.top_logprobs,
         # A client that has tokens of the answer has the whole prompt.
-        prompt_logprobs=None if request.resume_after_tokens else wish.prompt_logprobs,
+        prompt_logprobs=None if request.resume_after_tokens else sampling.prompt_logprobs,
     )

@@ -46,7 +46,7 @@ class Callers:
             self._keys.tenant_of(metadata)
 
     def caller(self, metadata: Mapping[str, str], context: Context, *, endpoint: str) -> Caller:
-        """The tenant, deadline, session and placement wishes of a call."""
+        """The tenant, deadline, session and stated placement of a call."""
         left_s = context.time_remaining()
         return Caller(
             tenant=self._tenant_of(metadata),

@@ -129,7 +129,7 @@ def _sampling(message: router_pb2.Sampling) -> Sampling:
 
 
 def _output(output: router_pb2.OutputFormat) -> OutputFormat | None:
-    """The form of the answer. Its field is that of an HTTP body with the same wish."""
+    """The form of the answer. Its field is that of an HTTP body that asks for the same."""
     match output.WhichOneof("kind"):
         case "json_object":
             return OutputFormat("json_object") if output.json_object else None

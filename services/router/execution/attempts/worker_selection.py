@@ -133,11 +133,11 @@ def _no_room(state: RequestState) -> errors.InvalidArgument | None:
         return None
     prompt_tokens = len(spec.prompt)
     details = {"prompt_tokens": prompt_tokens, "max_context_tokens": most}
-    if spec.wish.is_open or emitted or prompt_tokens >= most:
-        return bounds.PROMPT_TOKENS.refused(spec.wish.prompt_field, **details)
+    if spec.output_room.is_open or emitted or prompt_tokens >= most:
+        return bounds.PROMPT_TOKENS.refused(spec.output_room.prompt_field, **details)
     wanted = spec.sampling.max_tokens
     return bounds.CONTEXT.refused(
-        spec.wish.max_tokens_field, max_tokens=wanted, total=prompt_tokens + wanted, **details
+        spec.output_room.max_tokens_field, max_tokens=wanted, total=prompt_tokens + wanted, **details
     )
 
 
@@ -147,7 +147,7 @@ def _requested_without_room(state: RequestState) -> errors.InvalidArgument | Non
     if link is None or link.worker.takes(state.rooms[-1].prefill_tokens):
         return None
     return bounds.PROMPT_TOKENS.refused(
-        state.spec.wish.prompt_field,
+        state.spec.output_room.prompt_field,
         prompt_tokens=len(state.spec.prompt),
         max_context_tokens=link.worker.max_context_tokens,
     )

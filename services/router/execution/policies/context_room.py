@@ -17,7 +17,7 @@ import msgspec
 OPEN_OUTPUT_TOKENS = 1024
 
 
-class OutputWish(msgspec.Struct, frozen=True, gc=False):
+class OutputRoom(msgspec.Struct, frozen=True, gc=False):
     """The lengths of an answer, in tokens, that a request asks room for. The first that workers have counts.
 
     `is_open`: workers' bounds may end the answer before `max_tokens`. The fields are those of the client's
@@ -56,14 +56,14 @@ def list_output_lengths(
 
 
 def list_rooms(
-    wish: OutputWish, *, prompt_tokens: int, emitted_tokens: int, max_tokens: int
+    output_room: OutputRoom, *, prompt_tokens: int, emitted_tokens: int, max_tokens: int
 ) -> Sequence[ContextRoom]:
     """The rooms to ask of the workers of the next attempt; the first room that they have counts.
 
     `max_tokens` is the bound of the whole answer, of which `emitted_tokens` were emitted.
     """
     context_tokens, left = prompt_tokens + emitted_tokens, max_tokens - emitted_tokens
-    lengths = wish.lengths_tokens or (left,)
+    lengths = output_room.lengths_tokens or (left,)
     if emitted_tokens:
         lengths = _distinct((left, min(left, OPEN_OUTPUT_TOKENS), 1))
     return [ContextRoom(context_tokens + min(n, 2), context_tokens + n) for n in lengths]

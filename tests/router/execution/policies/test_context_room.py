@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from services.router.execution.policies.context_room import (
     OPEN_OUTPUT_TOKENS,
-    OutputWish,
+    OutputRoom,
     capped_output_tokens,
     list_output_lengths,
     list_rooms,
@@ -35,12 +35,12 @@ def test_each_room_takes_at_least_another_token_and_never_more_than_the_cap(
     lengths: list[int], prompt: int, emitted: int, left: int
 ) -> None:
     max_tokens = emitted + left
-    wish = OutputWish(tuple(length for length in lengths if length <= max_tokens))
-    asked = list_rooms(wish, prompt_tokens=prompt, emitted_tokens=emitted, max_tokens=max_tokens)
+    output_room = OutputRoom(tuple(length for length in lengths if length <= max_tokens))
+    asked = list_rooms(output_room, prompt_tokens=prompt, emitted_tokens=emitted, max_tokens=max_tokens)
     for room in asked:
         assert prompt + emitted < room.decode_tokens <= prompt + max_tokens
         assert prompt + emitted < room.prefill_tokens <= min(room.decode_tokens, prompt + emitted + 2)
-    if emitted or not wish.lengths_tokens:
+    if emitted or not output_room.lengths_tokens:
         assert asked[0].decode_tokens == prompt + max_tokens
     if emitted:
         assert asked[-1].decode_tokens == prompt + emitted + 1
@@ -52,7 +52,7 @@ def test_a_cap_only_falls_and_never_below_what_the_room_of_its_worker_holds(
 ) -> None:
     max_tokens = emitted + left
     for bound in bounds:
-        asked = list_rooms(OutputWish(), prompt_tokens=prompt, emitted_tokens=emitted, max_tokens=max_tokens)
+        asked = list_rooms(OutputRoom(), prompt_tokens=prompt, emitted_tokens=emitted, max_tokens=max_tokens)
         taken = [room for room in asked if bound is None or room.decode_tokens <= bound]
         if not taken:
             continue
