@@ -161,7 +161,7 @@ class ClusterSupervisor:
         check_config(self._config)
         ClusterSecret.keep_in(secret_file(self._config.run_dir))
         self._say_what_starts()
-        drain_marks.forget_drained(self._config.run_dir)
+        drain_marks.clear_drained(self._config.run_dir)
         self._logs = ProcessLogs(
             self._config.run_dir / "logs",
             on_problem=self._problems,

@@ -38,7 +38,7 @@ def set_drained(run_dir: Path, instance: str, by: str) -> None:
         raise FailedPrecondition(f"{mark} cannot be written: {error.strerror}") from None
 
 
-def forget_drained(run_dir: Path) -> None:
+def clear_drained(run_dir: Path) -> None:
     """A new cluster begins with all its processes."""
     for mark in (run_dir / _DRAINED).glob("*"):
         mark.unlink(missing_ok=True)

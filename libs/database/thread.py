@@ -90,7 +90,7 @@ class DatabaseThread:
 
     def _after_fault(self, works: list[DatabaseWork], error: Exception) -> list[DatabaseWork]:
         """Clean up; return what may run again."""
-        if not self._forget(error):
+        if not self._abandon(error):
             return works
         for work in works:
             if not work.is_idempotent:
@@ -127,7 +127,7 @@ class DatabaseThread:
         fault = self._driver.fault_of(error)
         if fault is DatabaseFault.READ_ONLY and self._is_read_only:
             fault = DatabaseFault.DEFECT  # a reader that writes
-        may_have_committed = self._forget(error)
+        may_have_committed = self._abandon(error)
         if fault is DatabaseFault.DEFECT:
             log.error("the database refuses a statement: %s", error)
             return Internal("the database refuses a statement")
@@ -182,7 +182,7 @@ class DatabaseThread:
         connection.commit()
         self._is_committing = False
 
-    def _forget(self, error: Exception) -> bool:
+    def _abandon(self, error: Exception) -> bool:
         """Undo the transaction after a fault; True where it may have been committed all the same."""
         is_lost = self._driver.fault_of(error) is DatabaseFault.LOST
         is_unknown, self._is_committing = self._is_committing and is_lost, False

@@ -74,7 +74,7 @@ class AnswerCloser:
     def begin(self, matcher: LLMatcher, max_tokens: int) -> AnswerEnd:
         """The end of an answer without tokens yet. `matcher` is in its first state, and stays there."""
         if not self._has_begun:  # two threads would find the same
-            self._whole = self._look(matcher, None, _MAX_WAY_TOKENS)
+            self._whole = self._find_end(matcher, None, _MAX_WAY_TOKENS)
             self._has_begun = True
         end = _planned(AnswerEnd(max_tokens, max_tokens), self._whole)
         return end if end.way is None else AnswerEnd(max_tokens, max_tokens)  # after its first token
@@ -87,9 +87,9 @@ class AnswerCloser:
             return end
         if end.spread > 1 and (late := token % end.spread):
             return end._replace(look_at=end.n_left - late, spread=1)
-        return _planned(end, self._look(matcher, guard, end.n_left))
+        return _planned(end, self._find_end(matcher, guard, end.n_left))
 
-    def _look(self, matcher: LLMatcher, guard: KeyGuard | None, most: int) -> tuple[int, ...] | None:
+    def _find_end(self, matcher: LLMatcher, guard: KeyGuard | None, most: int) -> tuple[int, ...] | None:
         place = guard.place if guard is not None else None
         try:
             way = self._way_out(matcher.deep_copy(), guard, most)

@@ -42,7 +42,7 @@ class ConstraintFactory:
             vocabulary = self._vocabulary()
             closer = self._closer(grammar_digest(rules.grammar, salt), vocabulary) if max_tokens else None
         matcher = self.grammars.get(rules.grammar, vocabulary, salt=salt)
-        forget = functools.partial(self.grammars.forget, rules.grammar, salt=salt)
+        discard = functools.partial(self.grammars.discard, rules.grammar, salt=salt)
         constraint = GrammarConstraint(
             rules,
             matcher,
@@ -50,7 +50,7 @@ class ConstraintFactory:
             closer=closer,
             max_tokens=max_tokens,
             filler=self._filler,
-            on_failure=forget,
+            on_failure=discard,
         )
         constraint.advance(emitted)
         return constraint

@@ -117,7 +117,7 @@ class GrammarCache:
                 raise
         return found.matcher.result().deep_copy()
 
-    def forget(self, grammar: str, *, salt: bytes = b"") -> None:
+    def discard(self, grammar: str, *, salt: bytes = b"") -> None:
         """Compile the grammar again when it is needed: the lexer of the present one is at its limit."""
         with self._lock:
             self._remove(grammar_digest(grammar, salt))

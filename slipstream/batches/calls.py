@@ -42,7 +42,7 @@ class Polls:
         self._pause_s = _FIRST_PAUSE_S
 
     @property
-    def look_s(self) -> float:
+    def timeout_s(self) -> float:
         """The time-out of the next look."""
         if self._until_s is None:
             return CALL_S
@@ -102,7 +102,7 @@ class BlockingBatches:
         """The batch when it has ended. Raises DeadlineExceeded after `timeout_s`; the batch goes on."""
         polls = Polls(batch_id, timeout_s)
         while True:
-            answer = self._caller.call("GetBatch", polls.request, timeout_s=polls.look_s)
+            answer = self._caller.call("GetBatch", polls.request, timeout_s=polls.timeout_s)
             if (batch := submitted_batch(answer.batch)).ended:
                 return batch
             time.sleep(polls.pause_s(batch))
@@ -172,7 +172,7 @@ class AsyncBatches:
         """See `BlockingBatches.wait`."""
         polls = Polls(batch_id, timeout_s)
         while True:
-            answer = await self._caller.call("GetBatch", polls.request, timeout_s=polls.look_s)
+            answer = await self._caller.call("GetBatch", polls.request, timeout_s=polls.timeout_s)
             if (batch := submitted_batch(answer.batch)).ended:
                 return batch
             await asyncio.sleep(polls.pause_s(batch))

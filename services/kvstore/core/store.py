@@ -242,8 +242,8 @@ class BlockStore:
 
     def drop_unreachable(self) -> int:
         """Drop some unreachable blocks from memory and disks; returns how many."""
-        on_disk = self.disk_sweep.look(now_s=self._now_ms() / 1000) if self.disk_sweep is not None else 0
-        return self.memory_sweep.look() + on_disk
+        on_disk = self.disk_sweep.sweep(now_s=self._now_ms() / 1000) if self.disk_sweep is not None else 0
+        return self.memory_sweep.sweep() + on_disk
 
     def start(self) -> None:
         """Start the background work; needs a running loop."""

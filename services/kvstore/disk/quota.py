@@ -29,7 +29,7 @@ class DiskQuota(TenantQuota[int]):
         number = self._numbers.get(tenant)
         if number is None:
             if not self._free:
-                self._forget_empty()
+                self._drop_empty()
             if not self._free:
                 return PUBLIC
             number = self._numbers[tenant] = self._free.pop()
@@ -55,7 +55,7 @@ class DiskQuota(TenantQuota[int]):
         with_blocks = np.flatnonzero(counted)
         assert self._used_bytes == dict(zip(with_blocks.tolist(), counted[with_blocks].tolist(), strict=True))
 
-    def _forget_empty(self) -> None:
+    def _drop_empty(self) -> None:
         for tenant, number in list(self._numbers.items()):
             if not self.used_bytes(number):
                 del self._numbers[tenant]

@@ -307,7 +307,7 @@ class SlotTable(Generic[ValueT]):
             self.evictions += len(doomed)
             for block in doomed:
                 self.drop(block)
-            self._forget_free_slots(chosen)
+            self._drop_free_slots(chosen)
             self._cut(chosen, slot_bytes)
 
     def _evict(self, slot_bytes: int) -> bool:
@@ -355,7 +355,7 @@ class SlotTable(Generic[ValueT]):
         )
         self._resize_policies()
 
-    def _forget_free_slots(self, number: int) -> None:
+    def _drop_free_slots(self, number: int) -> None:
         size = self._slabs[number].slot_bytes
         if size in self._free:
             self._free[size][:] = [slot for slot in self._free[size] if slot.slab != number]

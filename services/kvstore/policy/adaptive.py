@@ -82,7 +82,7 @@ class AdaptivePolicy:
             self._weigh()
             if self._weights.leader != leader:
                 self._follow_leader()
-        self._forget_old()
+        self._drop_old()
         self.model.learn_if_due()
 
     def offer(self, keys: Sequence[bytes]) -> list[bytes]:
@@ -98,7 +98,7 @@ class AdaptivePolicy:
     def publish(self, key: bytes) -> None:
         """The block is in the tier now."""
         self._blocks.enqueue(self.history.get(key) or self._begin([key])[0])
-        self._forget_old()
+        self._drop_old()
 
     def chained(self, keys: Sequence[bytes]) -> None:
         """The published blocks are a chain, in its order: the last one leaves first."""
@@ -278,9 +278,9 @@ class AdaptivePolicy:
         self._start_caches()
         self._enqueue_all()
 
-    def _forget_old(self) -> None:
+    def _drop_old(self) -> None:
         if len(self.history) > self.history.max_blocks:
-            self.model.record(self.history.forget_old(), wanted=False)
+            self.model.record(self.history.drop_old(), wanted=False)
 
     def _count_rewanted(self, path: Sequence[BlockRecord]) -> None:
         for record in path:

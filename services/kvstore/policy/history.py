@@ -134,7 +134,7 @@ class History:
         """Whether the simulated caches see the block."""
         return (crc32(key) * 0x9E3779B1 >> 16) % self._sample_rate == 0
 
-    def forget_old(self) -> list[Wait]:
+    def drop_old(self) -> list[Wait]:
         """Forget what is beyond `max_blocks` and in no cache, the longest not wanted first."""
         waits: list[Wait] = []
         records, kinds, free_rows = self._records, self.kind, self._free_rows

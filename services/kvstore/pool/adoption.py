@@ -33,7 +33,7 @@ class WatchedBlocks(Protocol):
         """Watch the block, which comes after `before` in its chain."""
         ...
 
-    def forget(self, keys: Sequence[bytes]) -> None:
+    def discard(self, keys: Sequence[bytes]) -> None:
         """Watch these blocks no more, since another node does."""
         ...
 
@@ -68,7 +68,7 @@ class BlockAdoption:
                 if (hint := self._hints.get(key)) is not None and not (
                     self._is_lost(hint) and self.is_adopter(key)
                 ):
-                    self._watched.forget([key])
+                    self._watched.discard([key])
             elif not self.is_adopter(key):
                 continue
             elif key not in self._hints:

@@ -144,7 +144,7 @@ class PoolTier:
         gone = self.inventory.keys() if keys is None else keys
         self.inventory.remove(gone)
         self.inventory.eviction_stats.discard(gone)
-        self.watch.unreachable.forget(gone)
+        self.watch.unreachable.discard(gone)
         self.watch.adoption.discard_hints(gone)
         if keys is None:
             answer = await self.client.call("clear", timeout_s=DROP_S)

@@ -154,7 +154,7 @@ class PoolWatch:
         if not self._inventory.knows_all:  # an unknown block may be a predecessor
             self.unreachable.clear()
             return
-        due = self.unreachable.look(now_s=now_s)
+        due = self.unreachable.poll(now_s=now_s)
         if not due:
             return
         await self._client.call("drop", timeout_s=DROP_S, keys=[key.hex() for key in due])

@@ -65,7 +65,7 @@ class DiskSweep:
         """Whether the block is in memory, which has a sweep."""
         return self._dram.get(key) is not None
 
-    def look(self, *, now_s: float) -> int:
+    def sweep(self, *, now_s: float) -> int:
         """Drop some of those that stayed unreachable, but for those in memory, which has a sweep.
         At most once in LOOK_EVERY_S; how many were dropped."""
         if now_s < self._look_at_s:
@@ -75,7 +75,7 @@ class DiskSweep:
         if any(tier.unavailable for tier in self._disks.tiers) or not self._tiers.knows_all():
             self._watch.clear()  # what is before a block may be there
             return 0
-        due = self._watch.look(now_s=now_s)
+        due = self._watch.poll(now_s=now_s)
         if due:
             self._watch.dropped(due, now_s=now_s)  # before their successors are reported
             for tier in self._disks.tiers:

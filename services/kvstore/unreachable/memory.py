@@ -32,11 +32,11 @@ class MemorySweep:
         """Unreachable blocks that the last whole rounds found."""
         return sum(each.blocks for each in self._rounds.values())
 
-    def look(self) -> int:
+    def sweep(self) -> int:
         """Drop the unreachable ones among some more blocks, but for held ones; how many were dropped."""
         dropped = 0
         for slot_bytes, policy in self._table.policies.items():
-            found = self._rounds.setdefault(slot_bytes, _Round()).look(policy, self._is_held)
+            found = self._rounds.setdefault(slot_bytes, _Round()).sweep(policy, self._is_held)
             for record in found:
                 block = self._table.get(record.key)
                 if block is not None and not block.holds:
@@ -55,7 +55,7 @@ class _Round:
         self._found = 0
         self._left: list[BlockRecord] = []
 
-    def look(self, policy: AdaptivePolicy, is_held: Callable[[bytes], bool]) -> list[BlockRecord]:
+    def sweep(self, policy: AdaptivePolicy, is_held: Callable[[bytes], bool]) -> list[BlockRecord]:
         """Unreachable blocks among the next ones, those at the end of their chains first."""
         if not self._left:
             self.blocks, self._found = self._found, 0

@@ -69,20 +69,20 @@ class UnreachableWatch:
         self._before[key] = before
         self._before.move_to_end(key, last=False)
         while len(self._before) > MAX_WATCHED_BLOCKS:
-            self._forget(self._before.popitem()[0])
+            self._discard(self._before.popitem()[0])
 
-    def forget(self, keys: Sequence[bytes]) -> None:
+    def discard(self, keys: Sequence[bytes]) -> None:
         """These are watched no more."""
         for key in keys:
             self._before.pop(key, None)
-            self._forget(key)
+            self._discard(key)
 
     def clear(self) -> None:
         """The contents of a tier are unknown: patience begins from zero."""
         self._since_s.clear()
         self._dropped_s.clear()
 
-    def look(self, *, now_s: float) -> list[bytes]:
+    def poll(self, *, now_s: float) -> list[bytes]:
         """Look at the next of them; those to drop now, at most DROP_BLOCKS."""
         while self._dropped_s and now_s - next(iter(self._dropped_s.values())) > INHERIT_S:
             self._dropped_s.popitem(last=False)
@@ -90,7 +90,7 @@ class UnreachableWatch:
         for _ in range(min(LOOK_BLOCKS, len(self._before))):
             key, before = self._before.popitem(last=False)
             if not self._tier.is_present(key) or (self._reports_losses and self._is_settled(before)):
-                self._forget(key)
+                self._discard(key)
                 continue
             self._before[key] = before
             if self._tier.is_usable(before):
@@ -112,10 +112,10 @@ class UnreachableWatch:
             self._dropped_s.move_to_end(key)
         while len(self._dropped_s) > MAX_WATCHED_BLOCKS:
             self._dropped_s.popitem(last=False)
-        self.forget(keys)
+        self.discard(keys)
 
     def _is_settled(self, before: bytes) -> bool:
         return before not in self._before and self._tier.is_present(before)
 
-    def _forget(self, key: bytes) -> None:
+    def _discard(self, key: bytes) -> None:
         self._since_s.pop(key, None)

@@ -47,7 +47,7 @@ class GrpcConnections:
 
         Raises Overloaded when the tenant has its share of connections without this one.
         """
-        self._forget_closed()
+        self._drop_closed()
         # No address: before a call has a key, nothing shows its connection.
         connection = self._connections.get(peer) or _CallConnection(ConnectionShare(self.shares, "localhost"))
         connection.share.claim(tenant)
@@ -81,7 +81,7 @@ class GrpcConnections:
         self._keyless = dict.fromkeys(c for c in [*known, *keyless] if c not in excess)
         return excess
 
-    def _forget_closed(self) -> None:
+    def _drop_closed(self) -> None:
         closed_s = self._clock() - self.closed_after_s
         while self._idle_since_s:
             peer, since_s = next(iter(self._idle_since_s.items()))

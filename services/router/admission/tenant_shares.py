@@ -30,7 +30,7 @@ class TextShares:
         self._held: Counter[str] = Counter()
         self.held_chars = 0
 
-    def take(self, tenant: str, chars: int, *, is_job: bool = False) -> None:
+    def acquire(self, tenant: str, chars: int, *, is_job: bool = False) -> None:
         """Hold a request's text. Raises Overloaded beyond the tenant's share or the whole.
 
         Jobs, which live requests may hold for long, leave the half of both to live requests.
@@ -46,8 +46,8 @@ class TextShares:
         self._held[tenant] += chars
         self.held_chars += chars
 
-    def give_back(self, tenant: str, chars: int) -> None:
-        """Release what `take` or `add` held."""
+    def release(self, tenant: str, chars: int) -> None:
+        """Release what `acquire` or `add` held."""
         self._held[tenant] -= chars
         self.held_chars -= chars
         if not self._held[tenant]:
@@ -55,12 +55,12 @@ class TextShares:
 
     @contextlib.contextmanager
     def holding(self, tenant: str, chars: int, *, is_job: bool = False) -> Iterator[None]:
-        """Hold them inside. Raises Overloaded as `take` does."""
-        self.take(tenant, chars, is_job=is_job)
+        """Hold them inside. Raises Overloaded as `acquire` does."""
+        self.acquire(tenant, chars, is_job=is_job)
         try:
             yield
         finally:
-            self.give_back(tenant, chars)
+            self.release(tenant, chars)
 
 
 def sent_shares() -> TextShares:
@@ -98,15 +98,15 @@ class TenantSlots:
         try:
             await _acquire(of_tenant, self._wait_s)
         except BaseException:
-            self._forget(tenant)
+            self._drop_unused(tenant)
             raise
 
     def leave(self, tenant: str) -> None:
         """End a piece that `enter` began."""
         self._tenants[tenant].release()
-        self._forget(tenant)
+        self._drop_unused(tenant)
 
-    def _forget(self, tenant: str) -> None:
+    def _drop_unused(self, tenant: str) -> None:
         self._users[tenant] -= 1
         if not self._users[tenant]:
             del self._users[tenant], self._tenants[tenant]

@@ -174,13 +174,13 @@ class RequestManager:
         """Admit the request or let it wait, with its text in the tenant's share. Raises Overloaded."""
         chars = request.text_chars
         admission = self._admission(request, caller, run.request_id, chars)
-        self.texts.take(caller.tenant, chars, is_job=caller.is_job)
+        self.texts.acquire(caller.tenant, chars, is_job=caller.is_job)
         try:
             if self.context.metering is not None:
                 run.metered = self.context.metering.begin(caller, admission, counts_prompt=counts_prompt)
             run.ticket = self.gate.offer(admission, on_preempt=run.preempt)
         except BaseException as refusal:
-            self.texts.give_back(caller.tenant, chars)
+            self.texts.release(caller.tenant, chars)
             run.end_metering(refusal)
             raise
 
@@ -393,7 +393,7 @@ class RequestManager:
         self._released(run, key, chars)
 
     def _released(self, run: RunningRequest, key: tuple[str, str], chars: int) -> None:
-        self.texts.give_back(key[0], chars)
+        self.texts.release(key[0], chars)
         if run.ticket is not None:
             run.ticket.end(output_tokens=run.sink.completion_tokens)
         del self._runs[key]

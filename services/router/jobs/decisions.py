@@ -169,7 +169,7 @@ def jobs_on_workers(room: Headroom, *, running: int, max_running: int) -> int:
     return most if room.is_ready else min(most, running)
 
 
-def jobs_to_give_back(room: Headroom, *, claimed: int, held: int, held_s: float) -> int:
+def jobs_to_release(room: Headroom, *, claimed: int, held: int, held_s: float) -> int:
     """How many jobs go back to the queue: all of a router that drains, and those held for long.
 
     Another router may have room for them.

@@ -1,6 +1,6 @@
 """Calls of routers about jobs: claim, end, give back. Each is one transaction.
 
-A claim raises the job's attempt. `_MINE` fences `finish`, `fail` and `give_back`: they change only a row that
+A claim raises the job's attempt. `_MINE` fences `finish`, `fail` and `release`: they change only a row that
 runs with the owner and the attempt of the claim.
 
 A router is an owner with a heartbeat that it raises. Other routers watch it by their own monotonic clocks: an
@@ -138,7 +138,7 @@ class JobLeases:
 
         return await self._database.run(end, is_idempotent=True)
 
-    async def give_back(self, owner: str, job_id: str, attempt: int, then: NextState) -> bool:
+    async def release(self, owner: str, job_id: str, attempt: int, then: NextState) -> bool:
         """Queue a job again after an attempt without a result. False where it is not this attempt's.
 
         Without a pause it keeps its place before younger jobs.
@@ -174,7 +174,7 @@ class JobLeases:
 
         return await self._database.run(raise_it)
 
-    async def look(self) -> QueueState:
+    async def read_queue(self) -> QueueState:
         """The queue, for a router that is no owner."""
         now_s = self._now_s()
         return await self._database.read(lambda tx: QueueState({}, frozenset(), *_queue(tx, now_s)))

@@ -24,7 +24,7 @@ from services.router.jobs.decisions import (
     after_attempt,
     jobs_allowed,
     jobs_on_workers,
-    jobs_to_give_back,
+    jobs_to_release,
     overdue_jobs,
 )
 from services.router.jobs.executor import JobExecutor
@@ -177,8 +177,8 @@ class JobPuller:
         held = claimed - jobs_allowed(room, max_running=service_bounds.MAX_RUNNING_JOBS)
         self._held_since_s = min(self._held_since_s, self._clock()) if held > 0 else math.inf
         held_s = self._clock() - self._held_since_s
-        if n_back := jobs_to_give_back(room, claimed=claimed, held=held, held_s=held_s):
-            await self._give_back_newest(n_back)
+        if n_back := jobs_to_release(room, claimed=claimed, held=held, held_s=held_s):
+            await self._release_newest(n_back)
             return
         if not self._owner:
             await self._register()
@@ -201,11 +201,11 @@ class JobPuller:
         self._executor.limit(n)
         return n
 
-    async def _give_back_newest(self, n: int) -> None:
+    async def _release_newest(self, n: int) -> None:
         """Give back what has not started, then the newest jobs that run."""
         while self._claimed and n > 0:
             job = self._claimed[-1]
-            await self._leases.give_back(self._owner, job.id, job.attempt, _AGAIN)
+            await self._leases.release(self._owner, job.id, job.attempt, _AGAIN)
             self._claimed.pop()
             n -= 1
         stopping = sum(running.stop_reason is not None for running in self._running.values())
@@ -249,7 +249,7 @@ class JobPuller:
                 task.uncancel()
                 if running.stop_reason is not StopReason.PREEMPTED:
                     return
-                await self._give_back(running, _AGAIN)
+                await self._release(running, _AGAIN)
                 return
             await self._end(running, outcome)
         except Exception:  # the row is still this router's; the heartbeat gives it back
@@ -276,16 +276,16 @@ class JobPuller:
 
     async def _store_end(self, running: _RunningJob, outcome: JobOutcome, then: NextState) -> bool:
         if then.state is JobState.QUEUED:
-            return await self._give_back(running, then)
+            return await self._release(running, then)
         job, owner = running.job, running.owner
         if then.state is JobState.EXPIRED:
             return await self._store(running, lambda: self._leases.expire(owner, job))
         return await self._store(running, lambda: self._leases.finish(owner, job, outcome, then.state))
 
-    async def _give_back(self, running: _RunningJob, then: NextState) -> bool:
+    async def _release(self, running: _RunningJob, then: NextState) -> bool:
         job = running.job
         return await self._store(
-            running, lambda: self._leases.give_back(running.owner, job.id, job.attempt, then)
+            running, lambda: self._leases.release(running.owner, job.id, job.attempt, then)
         )
 
     async def _store(self, running: _RunningJob, change: Callable[[], Awaitable[bool]]) -> bool:
@@ -315,7 +315,7 @@ class JobPuller:
                 if self._owner:
                     unknown = await self._raise_heartbeat(unknown)
                 else:  # live requests keep this router from jobs, which wait all the same
-                    self._seen = await self._leases.look()
+                    self._seen = await self._leases.read_queue()
                 n_heartbeats += 1
                 if n_heartbeats % _SWEEP_EVERY == 1:
                     n_expired, _ = await self._leases.sweep()
@@ -351,5 +351,5 @@ class JobPuller:
             self._counters.add("slipstream_job_leases_lost_total", n_lost)
         held = frozenset(self._running) | {(job.id, job.attempt) for job in self._claimed}
         for job_id, attempt in (seen.mine - held) & unknown:
-            await self._leases.give_back(owner, job_id, attempt, _AGAIN)
+            await self._leases.release(owner, job_id, attempt, _AGAIN)
         return seen.mine - held

@@ -265,9 +265,9 @@ class JobStore:
 
     def follow_group(self, tenant: str, group_id: str) -> AsyncIterator[JobCounts]:
         """The counts of a group now and after each change, until all its jobs have ended."""
-        return _follow(lambda: self._look(tenant, group_id), lambda counts: counts.live > 0)
+        return _follow(lambda: self._read_counts(tenant, group_id), lambda counts: counts.live > 0)
 
-    async def _look(self, tenant: str, group_id: str) -> JobCounts:
+    async def _read_counts(self, tenant: str, group_id: str) -> JobCounts:
         """The counts of a group for a follower, in turn: of a large group they would read without a pause."""
         async with self._looks.slot(tenant):
             clock = asyncio.get_running_loop().time

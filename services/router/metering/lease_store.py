@@ -78,7 +78,7 @@ class LeaseStore:
 
     async def close(self, *, now_unix_s: float) -> None:
         """Give back what this router holds and has not used."""
-        await self._database.run(partial(_give_back, self._holder, now_unix_s), is_idempotent=True)
+        await self._database.run(partial(_release_leases, self._holder, now_unix_s), is_idempotent=True)
 
 
 def _renew(
@@ -104,7 +104,7 @@ def _renew(
     return grants
 
 
-def _give_back(holder: str, now_unix_s: float, tx: SqlTransaction) -> None:
+def _release_leases(holder: str, now_unix_s: float, tx: SqlTransaction) -> None:
     tx.execute(_LOCK)
     tx.execute("DELETE FROM limit_leases WHERE holder = ? AND kind = ?", (holder, "concurrent_requests"))
     tx.execute(

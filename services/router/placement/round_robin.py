@@ -19,6 +19,6 @@ class ColdRoundRobin:
         self._count += 1
         self._numbers[worker] = self._count
 
-    def forget(self, worker: str) -> None:
+    def remove(self, worker: str) -> None:
         """Drop a departed worker. Idempotent."""
         self._numbers.pop(worker, None)

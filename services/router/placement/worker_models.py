@@ -111,7 +111,7 @@ class WorkerModels:
         _decay(self._prefill.values(), self._all_prefill, kept)
         _decay(self._decode.values(), self._all_decode, kept)
 
-    def forget(self, worker: str) -> None:
+    def remove(self, worker: str) -> None:
         """Drop a departed worker. Its reports still count for the role. Idempotent."""
         self._prefill.pop(worker, None)
         self._decode.pop(worker, None)

@@ -286,7 +286,7 @@ class RouterFleet:
                 if now is not None and now.incarnation != link.worker.incarnation:
                     link.settle(has_ended=True)
                 self._retired.append(self._links.pop(name))
-                self._forget(self._retired[-1])
+                self._remove_from_placement(self._retired[-1])
         for name, worker in wanted.items():
             if name in self._links:
                 continue
@@ -354,7 +354,7 @@ class RouterFleet:
         version = self._dial.files_version()
         for name, link in [*self._links.items()] if version is not None else ():
             if link.files_version != version and not link.reachable and not self._in_use(link):
-                self._forget(link)
+                self._remove_from_placement(link)
                 await self._close(link)
                 if self._links.get(name) is link:
                     self._links[name] = self._open(link.worker)
@@ -373,14 +373,14 @@ class RouterFleet:
             link.tokens_in_flight or link.releases_in_flight or (stream is not None and stream.receivers)
         )
 
-    def _forget(self, link: WorkerConnection) -> None:
+    def _remove_from_placement(self, link: WorkerConnection) -> None:
         """Drop what placement uses of a worker that gets no new work."""
         feed = self._feeds.pop(link.key, None)
         if feed is not None:
             feed.stop()
         self.index.drop(link.key)
-        self.worker_models.forget(link.key)
-        self.cold_round_robin.forget(link.key)
+        self.worker_models.remove(link.key)
+        self.cold_round_robin.remove(link.key)
 
     async def _close(self, link: WorkerConnection) -> None:
         stream = self._streams.pop(link.key, None)
@@ -389,7 +389,7 @@ class RouterFleet:
         await link.close()
         # What it ran as it was retired was noted at its end, and so was how long it took.
         self.index.drop(link.key)
-        self.worker_models.forget(link.key)
+        self.worker_models.remove(link.key)
 
 
 def _refused(link: WorkerConnection, without: Set[str], context_tokens: Mapping[Role, int]) -> str:

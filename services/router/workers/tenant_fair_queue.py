@@ -41,7 +41,7 @@ class TenantFairQueue(Generic[T]):
             waiting.append(item)
             return
         self._items[tenant] = deque((item,))
-        self._forget()
+        self._drop_reached_tags()
         self._tags[tenant] = max(self._tags.get(tenant, 0.0), self._virtual)
         self._enter(tenant)
 
@@ -62,7 +62,7 @@ class TenantFairQueue(Generic[T]):
             self._tags.clear()
             self._virtual = 0.0
 
-    def _forget(self) -> None:
+    def _drop_reached_tags(self) -> None:
         """Drop the tags of tenants without items that virtual time has reached: they would begin there."""
         if len(self._tags) > 2 * len(self._items) + _KEPT_TAGS:
             self._tags = {t: tag for t, tag in self._tags.items() if tag > self._virtual or t in self._items}

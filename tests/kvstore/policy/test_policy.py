@@ -58,7 +58,7 @@ class Simulated:
         self.model.record(waits, wanted=True)
         self.policy.evicted.clear()
         hits = self.policy.serve(path)
-        self.model.record(self.history.forget_old(), wanted=False)
+        self.model.record(self.history.drop_old(), wanted=False)
         self.model.learn_if_due()
         return hits
 

@@ -40,7 +40,7 @@ class _Watched:
     def put(self, key: bytes, before: bytes) -> None:
         self._watched[key] = before
 
-    def forget(self, keys: Sequence[bytes]) -> None:
+    def discard(self, keys: Sequence[bytes]) -> None:
         for each in keys:
             del self._watched[each]
 

@@ -36,9 +36,9 @@ async def put_chain(rig: Rig) -> None:
     assert rig.store.drop_unreachable() == 0
 
 
-def look(rig: Rig, *, now_s: float) -> int:
+def sweep(rig: Rig, *, now_s: float) -> int:
     assert rig.store.disk_sweep is not None
-    return rig.store.disk_sweep.look(now_s=now_s)
+    return rig.store.disk_sweep.sweep(now_s=now_s)
 
 
 def figures(rig: Rig) -> tuple[float, float]:
@@ -52,14 +52,14 @@ def figures(rig: Rig) -> tuple[float, float]:
 
 async def test_successors_of_a_dropped_block_are_dropped_after_the_grace_time(rig: Rig) -> None:
     await put_chain(rig)
-    look(rig, now_s=0)
+    sweep(rig, now_s=0)
     assert await rig.set.drop(CHAIN[2])
     rig.store.lookup_local(CHAIN)
-    assert look(rig, now_s=10) == 0 and figures(rig)[1] == 0
+    assert sweep(rig, now_s=10) == 0 and figures(rig)[1] == 0
     assert figures(rig)[0] >= 1
-    assert look(rig, now_s=10 + GRACE_S - 1) == 0
+    assert sweep(rig, now_s=10 + GRACE_S - 1) == 0
     for second in range(10):
-        look(rig, now_s=10 + GRACE_S + second)
+        sweep(rig, now_s=10 + GRACE_S + second)
     assert [number for number in range(8) if rig.set.contains(key(number))] == [0, 1]
     assert figures(rig) == (0, 5)
     assert rig.set.contains(key(100))  # which begins a chain, as far as anybody knows
@@ -69,14 +69,14 @@ async def test_successors_of_a_dropped_block_are_dropped_after_the_grace_time(ri
 
 async def test_a_chain_that_is_whole_again_stays(rig: Rig) -> None:
     await put_chain(rig)
-    look(rig, now_s=0)
+    sweep(rig, now_s=0)
     assert await rig.set.drop(CHAIN[2])
     rig.store.lookup_local(CHAIN)
-    look(rig, now_s=10)
+    sweep(rig, now_s=10)
     assert await rig.put(2) == 1
     rig.drop_memory()
     for now_s in (20.0, 10 + 2 * GRACE_S, 10 + 4 * GRACE_S):
-        assert look(rig, now_s=now_s) == 0
+        assert sweep(rig, now_s=now_s) == 0
     assert figures(rig) == (0, 0)
     assert await rig.served(*range(8)) == list(range(8))
 
@@ -85,23 +85,23 @@ async def test_no_block_is_unreachable_while_its_start_is_in_memory_or_a_disk_is
     rig: Rig,
 ) -> None:
     await put_chain(rig)
-    look(rig, now_s=0)
+    sweep(rig, now_s=0)
     rig.publish(2)
     assert rig.store.write_behind is not None and await rig.store.write_behind.flush(timeout_s=60)
     assert await rig.set.drop(CHAIN[2])
     rig.store.lookup_local(CHAIN)
     for now_s in (10.0, 10 + GRACE_S, 10 + 3 * GRACE_S):
-        assert look(rig, now_s=now_s) == 0
+        assert sweep(rig, now_s=now_s) == 0
     assert figures(rig) == (0, 0)
     rig.drop_memory()
-    look(rig, now_s=1000)
+    sweep(rig, now_s=1000)
     assert figures(rig)[0] >= 1
     rig.tiers[0].health.mark_unavailable(now_s=0)
-    assert look(rig, now_s=1000 + GRACE_S) == 0
+    assert sweep(rig, now_s=1000 + GRACE_S) == 0
     assert figures(rig) == (0, 0)  # the disk may hold it; the grace time begins again
     rig.tiers[0].health.record_probe(succeeded=True, hanging=False, now_s=0)
-    look(rig, now_s=1002 + GRACE_S)
-    assert look(rig, now_s=1003 + 2 * GRACE_S) == 1
+    sweep(rig, now_s=1002 + GRACE_S)
+    assert sweep(rig, now_s=1003 + 2 * GRACE_S) == 1
     assert not rig.set.contains(CHAIN[3])
 
 
@@ -113,7 +113,7 @@ async def test_ends_of_chains_are_dropped_after_their_segment_is_lost() -> None:
         chain = [key(number) for number in range(slots + 8)]  # its end is in the second segment
         assert await rig.put(1000) == 1
         rig.store.lookup_local(chain)
-        look(rig, now_s=0)
+        sweep(rig, now_s=0)
         for number in range(len(chain)):
             assert await rig.put(number) == 1
             rig.drop_memory()
@@ -123,10 +123,10 @@ async def test_ends_of_chains_are_dropped_after_their_segment_is_lost() -> None:
         lost = table.retire(first.slot.slab)
         ends = [found for found in chain if rig.set.contains(found)]
         assert chain[0] in lost and 0 < len(ends) < 64
-        look(rig, now_s=1)
+        sweep(rig, now_s=1)
         assert figures(rig)[0] >= 1
         for second in range(len(ends) + 1):
-            look(rig, now_s=1 + GRACE_S + second)
+            sweep(rig, now_s=1 + GRACE_S + second)
         assert not any(rig.set.contains(found) for found in chain)
         assert figures(rig) == (0, len(ends))
 
@@ -134,15 +134,15 @@ async def test_ends_of_chains_are_dropped_after_their_segment_is_lost() -> None:
 async def test_a_block_that_memory_holds_too_stays_on_disk(rig: Rig) -> None:
     """The memory tier drops its own unreachable blocks."""
     await put_chain(rig)
-    look(rig, now_s=0)
+    sweep(rig, now_s=0)
     assert await rig.set.drop(CHAIN[0])
     rig.store.lookup_local(CHAIN)
     rig.publish(1)
-    look(rig, now_s=1)
-    assert look(rig, now_s=1 + GRACE_S) == 0
+    sweep(rig, now_s=1)
+    assert sweep(rig, now_s=1 + GRACE_S) == 0
     assert rig.set.contains(CHAIN[1])
     rig.drop_memory()
-    assert look(rig, now_s=2 + GRACE_S) == 1
+    assert sweep(rig, now_s=2 + GRACE_S) == 1
     assert not rig.set.contains(CHAIN[1])
 
 
@@ -152,23 +152,23 @@ async def test_no_block_is_unreachable_before_the_pool_was_listed(rig: Rig) -> N
     options = PoolOptions("127.0.0.1:1", staging_bytes=1 << 20, admin=("127.0.0.1:2",))
     client: Any = MemoryPool(options)
     pool = rig.store.pool = PoolTier(rig.dram, options, client)
-    look(rig, now_s=0)
+    sweep(rig, now_s=0)
     assert await rig.set.drop(CHAIN[2])
     rig.store.lookup_local(CHAIN)
     for now_s in (1.0, 2 + GRACE_S):  # it was not listed yet
-        assert look(rig, now_s=now_s) == 0
+        assert sweep(rig, now_s=now_s) == 0
     pool.inventory.add(CHAIN[2:3])
     pool.watch.has_listed = True
-    look(rig, now_s=100)
+    sweep(rig, now_s=100)
     client.available = False
     client.listener.pool_changed()
     assert CHAIN[2] not in pool.inventory
     for now_s in (101.0, 102 + GRACE_S):
-        assert look(rig, now_s=now_s) == 0
+        assert sweep(rig, now_s=now_s) == 0
     assert figures(rig) == (0, 0)
     client.available = pool.watch.has_listed = True  # and it is not there
-    look(rig, now_s=200)
-    assert look(rig, now_s=200 + GRACE_S) >= 1
+    sweep(rig, now_s=200)
+    assert sweep(rig, now_s=200 + GRACE_S) >= 1
     assert not rig.set.contains(CHAIN[3])
 
 
@@ -190,13 +190,13 @@ async def test_many_blocks_are_dropped_with_one_scan_of_the_links(monkeypatch: p
         for chain in chains:
             rig.store.lookup_local(chain)
         rig.drop_memory()
-        look(rig, now_s=0)
+        sweep(rig, now_s=0)
         for chain in chains:
             assert await rig.set.drop(chain[0])
-        look(rig, now_s=1)
+        sweep(rig, now_s=1)
         monkeypatch.setattr(ChainLinks, "after", counted)
-        assert look(rig, now_s=1 + GRACE_S) == 8
+        assert sweep(rig, now_s=1 + GRACE_S) == 8
         assert asked == [8]
-        assert look(rig, now_s=2 + GRACE_S) == 8
+        assert sweep(rig, now_s=2 + GRACE_S) == 8
         assert not any(rig.set.contains(each) for chain in chains for each in chain)
         check_table(rig.tiers[0].table)

@@ -47,7 +47,7 @@ def test_after_changes_of_the_policy_no_unreachable_block_stays_and_no_other_goe
         if number % 20 == 19:
             before, cut_off = set(table.keys()), unreachable_of(table, parents)
             whole_round = 3 + len(policy.history) // LOOK_BLOCKS  # a drop may leave others behind it
-            while any([sweep.look() for _ in range(whole_round)]):
+            while any([sweep.sweep() for _ in range(whole_round)]):
                 pass
             gone = before - set(table.keys())
             for key in gone:  # each was unreachable, or came after one that was
@@ -83,13 +83,13 @@ def test_a_pinned_block_stays_and_is_counted() -> None:
     assert held is not None
     table.hold(held)
     for _ in range(4):
-        sweep.look()
+        sweep.sweep()
     assert table.keys() == [cut[3]]
     assert sweep.blocks == 1
     assert sweep.dropped_blocks == 6
     table.unhold(held)
     for _ in range(4):
-        sweep.look()
+        sweep.sweep()
     assert table.keys() == []
     assert (sweep.blocks, sweep.dropped_blocks) == (0, 7)
 
@@ -100,11 +100,11 @@ def test_a_block_whose_predecessor_is_in_another_tier_is_reachable() -> None:
     elsewhere = {cut[0]}
     sweep = MemorySweep(dram, is_held=lambda key: key in elsewhere or production.table.get(key) is not None)
     for _ in range(4):
-        assert sweep.look() == 0
+        assert sweep.sweep() == 0
     assert production.table.keys() == cut[1:]
     elsewhere.clear()
-    sweep.look()
-    sweep.look()
+    sweep.sweep()
+    sweep.sweep()
     assert production.table.keys() == []
 
 
@@ -117,7 +117,7 @@ def test_a_block_of_the_live_policy_stays_when_its_chain_is_cut() -> None:
     assert first is not None
     table.drop(first)
     for _ in range(4):
-        assert sweep.look() == 0
+        assert sweep.sweep() == 0
     assert len(table.keys()) == 7
 
 
@@ -126,8 +126,8 @@ def test_one_look_visits_a_bounded_number_of_blocks() -> None:
     policy = production.table.policy(PAGE_BYTES)
     for number in range(2 * LOOK_BLOCKS):
         policy.want([number.to_bytes(16, "big")])
-    sweep.look()
+    sweep.sweep()
     left = next(iter(sweep._rounds.values()))._left
     n_left = len(left)
-    sweep.look()
+    sweep.sweep()
     assert n_left - len(left) == LOOK_BLOCKS

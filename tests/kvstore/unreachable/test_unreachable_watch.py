@@ -35,22 +35,22 @@ def test_a_copy_whose_predecessor_stays_lost_is_dropped_after_the_grace_time() -
     watch = UnreachableWatch(Tier(present=pooled, elsewhere=elsewhere))
     for before, key in itertools.pairwise(KEYS[:5]):
         watch.put(key, before)
-    assert watch.look(now_s=0) == []
+    assert watch.poll(now_s=0) == []
     pooled.discard(KEYS[1])  # evicted, as the pool knows no chains
-    assert watch.look(now_s=1) == []
+    assert watch.poll(now_s=1) == []
     assert watch.blocks == 1
-    assert watch.look(now_s=1 + GRACE_S) == [KEYS[2]]
+    assert watch.poll(now_s=1 + GRACE_S) == [KEYS[2]]
     elsewhere.add(KEYS[1])  # this node has the block, and may put it again
-    assert watch.look(now_s=2 + GRACE_S) == []
+    assert watch.poll(now_s=2 + GRACE_S) == []
     assert watch.blocks == 0
     elsewhere.clear()
-    watch.look(now_s=100)
-    assert watch.look(now_s=100 + GRACE_S - 1) == []  # the grace time begins again
-    (due,) = watch.look(now_s=100 + GRACE_S)
+    watch.poll(now_s=100)
+    assert watch.poll(now_s=100 + GRACE_S - 1) == []  # the grace time begins again
+    (due,) = watch.poll(now_s=100 + GRACE_S)
     pooled.discard(due)
     watch.dropped([due], now_s=100 + GRACE_S)
     assert watch.dropped_blocks == 1
-    assert watch.look(now_s=101 + GRACE_S) == [KEYS[3]]  # its successor, whose grace time is over too
+    assert watch.poll(now_s=101 + GRACE_S) == [KEYS[3]]  # its successor, whose grace time is over too
 
 
 def test_unreachable_blocks_are_dropped_at_a_bounded_rate() -> None:
@@ -58,17 +58,17 @@ def test_unreachable_blocks_are_dropped_at_a_bounded_rate() -> None:
     watch = UnreachableWatch(Tier(present=set(keys), is_read=False))
     for key in keys:
         watch.put(key, bytes(16))
-    watch.look(now_s=0)
+    watch.poll(now_s=0)
     assert watch.blocks == len(keys)
-    assert len(watch.look(now_s=GRACE_S)) == DROP_BLOCKS
+    assert len(watch.poll(now_s=GRACE_S)) == DROP_BLOCKS
 
 
 def test_what_is_spared_keeps_nothing_else_waiting() -> None:
     watch = UnreachableWatch(Tier(present=set(MANY), is_read=False, spared=set(MANY[1:])))
     for key in MANY:
         watch.put(key, bytes(16))
-    watch.look(now_s=0)
-    assert watch.look(now_s=GRACE_S) == MANY[:1]
+    watch.poll(now_s=0)
+    assert watch.poll(now_s=GRACE_S) == MANY[:1]
 
 
 def test_each_look_returns_other_blocks_of_many() -> None:
@@ -76,9 +76,9 @@ def test_each_look_returns_other_blocks_of_many() -> None:
     watch = UnreachableWatch(Tier(present=there, is_read=False))
     for key in MANY:
         watch.put(key, bytes(16))
-    watch.look(now_s=0)
+    watch.poll(now_s=0)
     for second in range(3):
-        due = watch.look(now_s=GRACE_S + second)
+        due = watch.poll(now_s=GRACE_S + second)
         assert there.issuperset(due)
         there.difference_update(due)
         watch.dropped(due, now_s=GRACE_S + second)
@@ -91,15 +91,15 @@ def test_a_chain_that_is_put_again_has_a_new_grace_time() -> None:
         there = set(KEYS[1:3])
         watch = UnreachableWatch(Tier(present=there), reports_losses=True)
         watch.put(KEYS[1], KEYS[0])
-        watch.look(now_s=0)
-        assert watch.look(now_s=GRACE_S) == [KEYS[1]]
+        watch.poll(now_s=0)
+        assert watch.poll(now_s=GRACE_S) == [KEYS[1]]
         there.discard(KEYS[1])
         watch.dropped([KEYS[1]], now_s=GRACE_S)
         there.update(KEYS[:3])
         if put_again:  # otherwise the watch is not informed of the put
             watch.put(KEYS[1], KEYS[0])
-        watch.look(now_s=GRACE_S + later_s)
+        watch.poll(now_s=GRACE_S + later_s)
         there.discard(KEYS[1])
         watch.put(KEYS[2], KEYS[1])
-        assert watch.look(now_s=GRACE_S + later_s) == []
-        assert watch.look(now_s=2 * GRACE_S + later_s) == [KEYS[2]]
+        assert watch.poll(now_s=GRACE_S + later_s) == []
+        assert watch.poll(now_s=2 * GRACE_S + later_s) == [KEYS[2]]

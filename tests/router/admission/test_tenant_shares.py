@@ -17,14 +17,14 @@ WAIT_S = 60.0
 
 def test_a_tenant_at_its_share_leaves_room_to_another() -> None:
     shares = TextShares(most_chars=100, most_tenant_chars=60)
-    shares.take("a", 60)
+    shares.acquire("a", 60)
     with pytest.raises(Overloaded):
-        shares.take("a", 1)
-    shares.take("b", 40)
+        shares.acquire("a", 1)
+    shares.acquire("b", 40)
     with pytest.raises(Overloaded):
-        shares.take("b", 1)  # the whole is taken
-    shares.give_back("a", 60)
-    shares.take("b", 20)
+        shares.acquire("b", 1)  # the whole is taken
+    shares.release("a", 60)
+    shares.acquire("b", 20)
 
 
 def test_a_share_is_held_inside_and_given_back_after_a_failure() -> None:
@@ -34,19 +34,19 @@ def test_a_share_is_held_inside_and_given_back_after_a_failure() -> None:
             raise AssertionError("a refused share runs nothing")
         raise KeyError
     assert shares.held_chars == 0
-    shares.take("a", 60)
+    shares.acquire("a", 60)
 
 
 def test_jobs_leave_half_of_each_share_to_live_requests() -> None:
     shares = TextShares(most_chars=100, most_tenant_chars=60)
-    shares.take("a", 30, is_job=True)
+    shares.acquire("a", 30, is_job=True)
     with pytest.raises(Overloaded):
-        shares.take("a", 1, is_job=True)
-    shares.take("b", 20, is_job=True)
+        shares.acquire("a", 1, is_job=True)
+    shares.acquire("b", 20, is_job=True)
     with pytest.raises(Overloaded):
-        shares.take("c", 1, is_job=True)
-    shares.take("a", 30)
-    shares.take("c", 20)
+        shares.acquire("c", 1, is_job=True)
+    shares.acquire("a", 30)
+    shares.acquire("c", 20)
     assert shares.held_chars == 100
 
 
@@ -55,12 +55,12 @@ def test_shares_return_to_nothing_and_never_exceed_their_bounds(takes: list[tupl
     shares, held = TextShares(most_chars=100, most_tenant_chars=60), []
     for tenant, chars in takes:
         with contextlib.suppress(Overloaded):
-            shares.take(tenant, chars)
+            shares.acquire(tenant, chars)
             held.append((tenant, chars))
         assert shares.held_chars == sum(chars for _, chars in held) <= 100
         assert all(sum(n for name, n in held if name == tenant) <= 60 for tenant in "abc")
     for tenant, chars in held:
-        shares.give_back(tenant, chars)
+        shares.release(tenant, chars)
     assert not shares.held_chars and not shares._held
 
 

@@ -21,7 +21,7 @@ from services.router.jobs.decisions import (
     in_claim_order,
     jobs_allowed,
     jobs_on_workers,
-    jobs_to_give_back,
+    jobs_to_release,
     prefix_key,
     retry_delay_s,
     share_claims,
@@ -119,7 +119,7 @@ def test_only_jobs_that_were_held_for_long_go_back(
     room: Headroom, claimed: int, held: int, held_s: float
 ) -> None:
     calm = replace(room, is_draining=False)
-    n = jobs_to_give_back(calm, claimed=claimed, held=held, held_s=held_s)
+    n = jobs_to_release(calm, claimed=claimed, held=held, held_s=held_s)
     assert n == (held if held_s >= LONGEST_HOLD_S else 0)
 
 
@@ -152,7 +152,7 @@ def test_any_body_has_a_key(body: bytes) -> None:
 @given(ROOMS, COUNTS)
 def test_a_draining_router_gives_all_its_jobs_back(room: Headroom, running: int) -> None:
     drained = replace(room, is_draining=True)
-    assert jobs_to_give_back(drained, claimed=running, held=0, held_s=0.0) == running
+    assert jobs_to_release(drained, claimed=running, held=0, held_s=0.0) == running
 
 
 OLDEST = st.tuples(st.integers(0, 40).map(str), st.sampled_from("abc"))

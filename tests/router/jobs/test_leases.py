@@ -95,8 +95,8 @@ async def test_a_job_that_is_given_back_waits(tables: JobTables) -> None:
     await tables.submit("a")
     await tables.leases.register("r1")
     job = await tables.claim_one("r1")
-    assert await tables.leases.give_back("r1", job.id, 1, NextState(JobState.QUEUED, 30.0, True))
-    assert not await tables.leases.give_back("r1", job.id, 1, NextState(JobState.QUEUED, 0.0, True))
+    assert await tables.leases.release("r1", job.id, 1, NextState(JobState.QUEUED, 30.0, True))
+    assert not await tables.leases.release("r1", job.id, 1, NextState(JobState.QUEUED, 0.0, True))
     assert await tables.leases.claim("r1", 1) == []
     tables.now_s += 31
     again = await tables.claim_one("r1")

@@ -15,7 +15,7 @@ from services.router.jobs.decisions import (
     Headroom,
     jobs_allowed,
     jobs_on_workers,
-    jobs_to_give_back,
+    jobs_to_release,
     overdue_jobs,
     share_claims,
 )
@@ -79,7 +79,7 @@ class SimulatedRouter:
         held = len(self.running) - jobs_allowed(room, max_running=MAX_RUNNING)
         self.held_since_s = None if held <= 0 else now_s if self.held_since_s is None else self.held_since_s
         held_s = 0 if self.held_since_s is None else now_s - self.held_since_s
-        n_back = jobs_to_give_back(room, claimed=len(self.running), held=held, held_s=held_s)
+        n_back = jobs_to_release(room, claimed=len(self.running), held=held, held_s=held_s)
         for job in self.running[len(self.running) - n_back :]:
             self._leave(job)
             self.queued.append(job)

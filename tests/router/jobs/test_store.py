@@ -204,7 +204,7 @@ async def test_webhooks_that_wait_take_the_places_of_jobs(tables: JobTables) -> 
         await small.store.cancel("alice", job_id)
     with pytest.raises(Overloaded, match="webhooks"):
         await small.submit("c")
-    assert (await small.leases.look()).queued == 0
+    assert (await small.leases.read_queue()).queued == 0
     await small.submit("c", tenant="bob")
 
 

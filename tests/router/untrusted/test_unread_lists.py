@@ -162,7 +162,7 @@ async def test_long_answers_over_grpc_count_until_they_are_read(
         mine = (("x-api-key", "key-a"),)
         assert len((await stub.GetUsage(request, metadata=mine, timeout=WAIT_S)).rows) == 1000
         await eventually(lambda: not router._grpc._sent.held_chars)
-        router._grpc._sent.take("anna", 1 << 20)
+        router._grpc._sent.acquire("anna", 1 << 20)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.GetUsage(request, metadata=mine, timeout=WAIT_S)
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -124,7 +124,7 @@ def test_the_pauses_of_a_wait_grow_up_to_a_bound() -> None:
     assert pauses == sorted(pauses)
     assert pauses[0] < 0.5 and pauses[1] > pauses[0] and pauses[-1] == 5.0
     bounded = Polls("batch_1", 1e-3)
-    assert bounded.look_s == 1.0 and Polls("batch_1", 1e6).look_s == 60.0
+    assert bounded.timeout_s == 1.0 and Polls("batch_1", 1e6).timeout_s == 60.0
 
 
 @pytest.mark.parametrize("n_bytes", [1, 7, 1 << 20])

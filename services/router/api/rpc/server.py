@@ -180,8 +180,8 @@ class GrpcServer:
         n_bytes = len(response) if isinstance(response, bytes) else response.ByteSize()
         handler = asyncio.current_task()
         if n_bytes > PIECE_BYTES and handler is not None:
-            (self._sent.take if is_refusable else self._sent.add)(tenant, n_bytes)
-            handler.add_done_callback(lambda _: self._sent.give_back(tenant, n_bytes))
+            (self._sent.acquire if is_refusable else self._sent.add)(tenant, n_bytes)
+            handler.add_done_callback(lambda _: self._sent.release(tenant, n_bytes))
 
     async def _abort(self, request: router_pb2.AbortRequest, context: Context) -> router_pb2.AbortResponse:
         await self._manager.abort(self.callers.tenant(context), request.request_id)

@@ -154,7 +154,7 @@ class WebhookSender:
             sql = "UPDATE job_notices SET not_before_unix_s = ? WHERE id = ?"
             await self._database.run(lambda tx: tx.execute(sql, (again_s, message.id)), is_idempotent=True)
         else:
-            await self._database.run(lambda tx: _forget(tx, message), is_idempotent=True)
+            await self._database.run(lambda tx: _delete(tx, message), is_idempotent=True)
         self._counters.add("slipstream_webhooks_total", 1, (outcome.value,))
 
     async def _send(self, message: _DueMessage) -> int:
@@ -170,7 +170,7 @@ class WebhookSender:
             return 0
 
 
-def _forget(tx: SqlTransaction, message: _DueMessage) -> None:
+def _delete(tx: SqlTransaction, message: _DueMessage) -> None:
     """Drop a message, which then takes no place of its tenant's jobs."""
     if tx.execute("DELETE FROM job_notices WHERE id = ? RETURNING id", (message.id,)):
         # A router of an older release counts none.

@@ -37,7 +37,7 @@ async def faces(cluster: FakeCluster, card: ModelCard, tmp_path: Path) -> AsyncI
 def full_share(faces: TwoFaces) -> TextShares:
     """The share of alice, all taken."""
     sent = faces.router._grpc._sent
-    sent.take("alice", SHARE)
+    sent.acquire("alice", SHARE)
     return sent
 
 
@@ -51,7 +51,7 @@ async def test_a_download_is_refused(faces: TwoFaces) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stub.DownloadFile(request, metadata=key_of(), timeout=WAIT_S).read()
     assert isinstance(from_rpc_error(refused.value), errors.Overloaded)
-    sent.give_back("alice", SHARE)
+    sent.release("alice", SHARE)
     found = [part.content async for part in stub.DownloadFile(request, metadata=key_of(), timeout=WAIT_S)]
     assert b"".join(found) == line("a")
 
