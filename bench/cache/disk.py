@@ -18,7 +18,7 @@ from bench.cache.baselines import Lru
 from bench.cache.policy import CAPACITIES, hit_ratio, read_trace
 from bench.command_line import bench_parser
 from libs.common.transport.registered_memory import PAGE_BYTES
-from services.kvstore.disk.policy import NO_KIND, Origin
+from services.kvstore.disk.policy import NO_KIND, BlockOrigin
 from services.kvstore.disk.table.table import DiskTable
 
 
@@ -42,7 +42,7 @@ class DiskCache:
             if slot is None:
                 break
             self._generation += 1
-            origin = Origin(keys[depth - 1] if depth else None, depth, NO_KIND)
+            origin = BlockOrigin(keys[depth - 1] if depth else None, depth, NO_KIND)
             self.table.publish(key, slot, PAGE_BYTES, self._generation, key, origin)
         return hits
 

@@ -32,7 +32,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class DraftWork:
     """One request of a stream. `answer` is called on the event loop, once."""
 
     rows: Sequence[HeadRows]
@@ -56,7 +56,7 @@ class Batcher:
         self._load = load
         self._on_broken = on_broken
         self._failed_batches = 0
-        self._queue: collections.deque[Work] = collections.deque()
+        self._queue: collections.deque[DraftWork] = collections.deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -73,7 +73,7 @@ class Batcher:
         self._thread.start()
         return await loaded
 
-    def submit(self, work: Work) -> None:
+    def submit(self, work: DraftWork) -> None:
         """Queue it; returns at once."""
         with self._wake:
             self._queue.append(work)
@@ -109,7 +109,7 @@ class Batcher:
             self.sequences = 0
             self._post(self._on_broken)
 
-    def _next_batch(self) -> list[Work]:
+    def _next_batch(self) -> list[DraftWork]:
         """All work that waits, at least one piece; empty after `stop`."""
         with self._wake:
             while not self._queue and not self._stopping:
@@ -118,7 +118,7 @@ class Batcher:
             self._queue.clear()
             return batch
 
-    def _answer(self, head: DraftHead, batch: Sequence[Work]) -> list[list[Proposal]]:
+    def _answer(self, head: DraftHead, batch: Sequence[DraftWork]) -> list[list[Proposal]]:
         """Answer like `answer_batch`; raise only when the head is unusable."""
         try:
             answers = answer_batch(head, batch)
@@ -140,7 +140,7 @@ class Batcher:
             log.debug("event loop closed before the drafter thread ended")
 
 
-def answer_batch(head: DraftHead, batch: Sequence[Work]) -> list[list[Proposal]]:
+def answer_batch(head: DraftHead, batch: Sequence[DraftWork]) -> list[list[Proposal]]:
     """Run the head over all of `batch`; one answer for each extend, in order.
 
     Of several extends of one sequence only the newest is worth a proposal; the others are answered
@@ -171,7 +171,7 @@ def answer_batch(head: DraftHead, batch: Sequence[Work]) -> list[list[Proposal]]
     ]
 
 
-def _close_all(head: DraftHead, batch: Sequence[Work]) -> list[list[Proposal]]:
+def _close_all(head: DraftHead, batch: Sequence[DraftWork]) -> list[list[Proposal]]:
     """Close every sequence of `batch`, whose contexts may be half-written; answers without proposals."""
     for work in batch:
         for seq_id in (*(rows.seq_id for rows in work.rows), *work.closed):

@@ -23,7 +23,7 @@ from libs.engine.step.types import FloatArray
 from libs.worker.engine.feature_memory import ExportedFeatures
 from libs.worker.requests.messages import FEATURE_BYTES, parse_features
 from libs.worker.requests.request_spec import pack_tokens, parse_tokens
-from services.drafter.batcher import Batcher, Proposal, Work
+from services.drafter.batcher import Batcher, DraftWork, Proposal
 from services.drafter.draft_spans import DraftSpans
 from services.drafter.row_reader import RowReader, SequenceOrder
 from slipstream.enum_names import transport_value
@@ -144,7 +144,7 @@ class DraftStream(ServerStream[None, Sequence[Proposal] | None]):
         self._order.cancel()
         self._spans.close()
         held = self.seq_ids | self._order.names
-        self._batcher.submit(Work((), tuple(held), (), answer=lambda _: None))
+        self._batcher.submit(DraftWork((), tuple(held), (), answer=lambda _: None))
 
     # ---- requests
 
@@ -165,7 +165,7 @@ class DraftStream(ServerStream[None, Sequence[Proposal] | None]):
         min_confidence: float,
     ) -> None:
         self._batcher.submit(
-            Work(
+            DraftWork(
                 rows=[extend.as_rows(features) for extend, features in extends],
                 closed=closed,
                 draft_tokens=[extend.draft_tokens for extend, _ in extends],
@@ -194,7 +194,7 @@ class DraftStream(ServerStream[None, Sequence[Proposal] | None]):
 
     async def _close(self, seq_id: str) -> None:
         self.seq_ids.discard(seq_id)
-        self._batcher.submit(Work((), (seq_id,), (), answer=lambda _: None))
+        self._batcher.submit(DraftWork((), (seq_id,), (), answer=lambda _: None))
 
     def _checked(self, extend: drafter_pb2.ExtendContext, request: drafter_pb2.DraftRequest) -> _Extend:
         """Raises InvalidArgument, which ends the stream."""

@@ -41,7 +41,7 @@ from services.kvstore.dram.tier import DramTier
 from services.kvstore.policy.admission import DiskAdmission, WriteBudget
 from services.kvstore.pool.tier import PoolTier
 from services.kvstore.service import KvstoreServicer
-from services.kvstore.settings import Options
+from services.kvstore.settings import NodeOptions
 from slipstream.rpc.hosts import host_of
 from slipstream.v1 import kv_events_pb2_grpc, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
 
@@ -51,7 +51,7 @@ CHECK_S = 1.0
 _STOP_GRACE_S = 1.0
 
 
-async def serve(options: Options) -> None:
+async def serve(options: NodeOptions) -> None:
     """Serve until SIGTERM or SIGINT. Raises SlipstreamError when it cannot start."""
     log_loop_errors()
     options.check()
@@ -177,7 +177,9 @@ class _Servicers:
         kv_events_pb2_grpc.add_KvEventServiceServicer_to_server(self.events, host.server)
 
 
-def _record(options: Options, endpoint: str, identity: WorkerIdentity, node: Node, kv_session: str) -> Worker:
+def _record(
+    options: NodeOptions, endpoint: str, identity: WorkerIdentity, node: Node, kv_session: str
+) -> Worker:
     return Worker(
         Role.KVSTORE,
         options.instance,
@@ -189,7 +191,7 @@ def _record(options: Options, endpoint: str, identity: WorkerIdentity, node: Nod
     )
 
 
-async def _check_disks(options: Options) -> None:
+async def _check_disks(options: NodeOptions) -> None:
     """Raises InvalidArgument, FailedPrecondition. Skips the check if a disk does not answer."""
     checking = run_in_daemon_thread("kv-check", lambda: check_disks(options.disks, options.disk_bytes))
     if not await wait_with_progress(checking, hangs_after_s=CHECK_S):
@@ -200,7 +202,7 @@ async def _check_disks(options: Options) -> None:
 
 
 async def _open_node(
-    options: Options, transport: KvTransport, counters: Counters, *, term: Callable[[], int | None]
+    options: NodeOptions, transport: KvTransport, counters: Counters, *, term: Callable[[], int | None]
 ) -> Node:
     dram = DramTier(options.dram_bytes, tenant_share=options.tenant_share, checksum=options.checksum)
     if (used := dram.memory.n_bytes) != options.dram_bytes:

@@ -24,7 +24,7 @@ MIN_DISK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class NodeOptions:
     """The options of a node. `disk_bytes` is of each disk; 0 means no disk tier."""
 
     instance: str
@@ -71,7 +71,7 @@ class Options:
 
 @dataclass(frozen=True)
 class NodeSettings(TierSettings):
-    """The settings of a node; `options_of` makes Options of it."""
+    """The settings of a node; `options_of` makes NodeOptions of it."""
 
     etcd_lease_s: int = setting("lifetime of a silent node's fleet membership", default=LEASE_TTL_S, least=1)
     dram_bytes: int = setting("memory for blocks, in bytes", default=256 << 20)
@@ -103,9 +103,9 @@ class NodeSettings(TierSettings):
     pool_replicas: int = setting("copies of each block in the pool", default=1, least=1)
 
 
-def options_of(parsed: NodeSettings) -> Options:
+def options_of(parsed: NodeSettings) -> NodeOptions:
     """The options that the settings of a node come to. Raises InvalidArgument."""
-    return Options(
+    return NodeOptions(
         instance=parsed.instance,
         region=parsed.region,
         listen=parsed.listen,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from libs.engine.core.fake_head import FakeHead
 from libs.engine.step.draft_head import MAX_DRAFT_TOKENS, ContextRows, HeadRows
-from services.drafter.batcher import Proposal, Work, answer_batch
+from services.drafter.batcher import DraftWork, Proposal, answer_batch
 from slipstream.errors import InvalidArgument
 
 
@@ -19,8 +19,8 @@ def rows(seq_id: str, start: int, last_token: int, n: int = 2) -> HeadRows:
     return ContextRows(seq_id, start, tokens, np.zeros((n, 8), dtype="<f4"))
 
 
-def work(*items: HeadRows, closed: Sequence[str] = (), n_drafts: int = 3) -> Work:
-    return Work(items, closed, [n_drafts] * len(items), answer=lambda _: None)
+def work(*items: HeadRows, closed: Sequence[str] = (), n_drafts: int = 3) -> DraftWork:
+    return DraftWork(items, closed, [n_drafts] * len(items), answer=lambda _: None)
 
 
 def head() -> FakeHead:
@@ -81,7 +81,7 @@ _works = st.lists(
 @given(_works)
 def test_every_extend_is_answered_once_in_order(works: list[list[tuple[str, int, int, int]]]) -> None:
     batch = [
-        Work(
+        DraftWork(
             [rows(seq_id, start, token) for seq_id, start, token, _ in items],
             (),
             [n for *_, n in items],

@@ -15,7 +15,7 @@ from libs.engine.core.fake_head import FakeHead
 from libs.engine.step.draft_head import ContextRows, HeadRows
 from libs.worker.process.settings import WorkerSettings
 from services.drafter.app import DrafterApp
-from services.drafter.batcher import MAX_FAILED_BATCHES_IN_ROW, Proposal, Work
+from services.drafter.batcher import MAX_FAILED_BATCHES_IN_ROW, DraftWork, Proposal
 from slipstream.errors import Draining, InvalidArgument
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc
@@ -157,10 +157,10 @@ async def test_a_head_that_fails_again_and_again_ends_the_process(monkeypatch: p
     answers: list[list[Proposal]] = []
     for seen in range(1, MAX_FAILED_BATCHES_IN_ROW):
         row = ContextRows("a", 0, np.array([5], "<u4"), np.zeros((1, 8), "<f4"))
-        app._batcher.submit(Work([row], (), [3], answers.append))
+        app._batcher.submit(DraftWork([row], (), [3], answers.append))
         await eventually(lambda seen=seen: len(answers) == seen)  # type: ignore[misc]
     assert not stops
-    app._batcher.submit(Work([row], (), [3], answers.append))
+    app._batcher.submit(DraftWork([row], (), [3], answers.append))
     await eventually(lambda: stops == [True])
     assert app.ledger().sequences == 0
     await app.close()

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.kvstore.disk.evict import ChainLinks, Evictor, Rows
-from services.kvstore.disk.policy import NO_KIND, DiskPolicy, Origin
+from services.kvstore.disk.policy import NO_KIND, BlockOrigin, DiskPolicy
 from services.kvstore.disk.quota import DiskQuota
 from services.kvstore.disk.table.block import Slab
 from services.kvstore.disk.table.index import DiskIndex, IndexColumns
@@ -65,7 +65,7 @@ class BlockUse:
         columns.used[rows] = np.argsort(np.argsort(columns.generation[rows])) + 1
         self.tick = len(rows) + 1
 
-    def published(self, key: bytes, row: int, origin: Origin) -> None:
+    def published(self, key: bytes, row: int, origin: BlockOrigin) -> None:
         """A block is there."""
         cells = self._columns.cells
         cells.used[row] = self.tick

@@ -29,7 +29,7 @@ _MASK64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class BlockOrigin:
     """Where a block comes from, as far as the memory tier knows. `parent` is the block before it in its
     chain, `depth` how many are before it, and `tenant` the one it counts for."""
 
@@ -39,7 +39,7 @@ class Origin:
     tenant: bytes = NO_TENANT
 
 
-UNKNOWN = Origin()
+UNKNOWN = BlockOrigin()
 
 
 class DiskPolicy:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from services.kvstore.disk.health import DiskState
-from services.kvstore.disk.policy import UNKNOWN, Origin
+from services.kvstore.disk.policy import UNKNOWN, BlockOrigin
 from services.kvstore.disk.table.block import DiskBlock
 from services.kvstore.disk.tier import DiskTier
 from services.kvstore.policy.quota import NO_TENANT
@@ -143,7 +143,7 @@ class DiskSet:
                     self.on_gap(key, before)
 
     async def write(
-        self, key: bytes, address: int, n_bytes: int, checksum: bytes, origin: Origin = UNKNOWN
+        self, key: bytes, address: int, n_bytes: int, checksum: bytes, origin: BlockOrigin = UNKNOWN
     ) -> bool:
         """Write the block to a disk with room for it; True when it is durable there. As `DiskTier.write`."""
         if self.contains(key):

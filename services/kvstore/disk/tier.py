@@ -27,7 +27,7 @@ from services.kvstore.disk.health import DiskHealth, DiskState
 from services.kvstore.disk.native.reads import open_reader
 from services.kvstore.disk.native.writes import open_writer
 from services.kvstore.disk.opening import DiskOpener, publish_all
-from services.kvstore.disk.policy import UNKNOWN, Origin
+from services.kvstore.disk.policy import UNKNOWN, BlockOrigin
 from services.kvstore.disk.queues.queue import Ended, OnEnd
 from services.kvstore.disk.queues.reads import DiskReads, OnRead, ReadResult
 from services.kvstore.disk.segments.files import BlockRead, BlockWrite, SegmentFiles
@@ -226,7 +226,7 @@ class DiskTier:
         return Unavailable(f"the disk failed a read: {error}")
 
     async def write(
-        self, key: bytes, address: int, n_bytes: int, checksum: bytes, origin: Origin = UNKNOWN
+        self, key: bytes, address: int, n_bytes: int, checksum: bytes, origin: BlockOrigin = UNKNOWN
     ) -> bool:
         """Write the block at `address` and publish it once synced; False if the tier did not take it.
 

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.1
 
 
-class Watched(Protocol):
+class WatchedDisk(Protocol):
     """The part of a disk tier that the watch uses."""
 
     @property
@@ -60,7 +60,7 @@ class DiskWatch:
         self,
         name: str,
         health: DiskHealth,
-        disk: Watched,
+        disk: WatchedDisk,
         *,
         clock_s: Callable[[], float],
     ) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from services.kvstore.disk.policy import Origin
+from services.kvstore.disk.policy import BlockOrigin
 from services.kvstore.disk.set import DiskSet
 from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
@@ -150,12 +150,12 @@ class DiskWriteBehind:
             self._resolve(block.key)
             self._pump()
 
-    def _origin(self, block: Block[bytes]) -> Origin:
+    def _origin(self, block: Block[bytes]) -> BlockOrigin:
         """The block's tenant and position in its chain, as the memory tier knows them."""
         table = self._dram.table
         tenant = table.quota.tenant_of(block.key) if table.quota is not None else NO_TENANT
         location = table.policy(block.slot.slot_bytes).location(block.key)
-        return Origin(tenant=tenant) if location is None else Origin(*location, tenant)
+        return BlockOrigin(tenant=tenant) if location is None else BlockOrigin(*location, tenant)
 
     def disk_changed(self) -> None:
         """End waits for disks that take no blocks."""

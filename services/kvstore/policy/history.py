@@ -67,7 +67,7 @@ class BlockRecord:
 Queue = OrderedDict[BlockRecord, None]  # the next to leave first
 
 
-class Wait:
+class ReuseAge:
     """`n_blocks` of one kind were wanted again, or forgotten, at that age."""
 
     __slots__ = ("age", "kind", "n_blocks")
@@ -107,7 +107,7 @@ class History:
         # Blocks remembered at most, but for those that some cache holds.
         self.max_blocks = capacity_blocks + max(MIN_GHOST_BLOCKS, min(4 * capacity_blocks, most))
 
-    def want(self, chain: Sequence[bytes]) -> tuple[list[BlockRecord], list[Wait]]:
+    def want(self, chain: Sequence[bytes]) -> tuple[list[BlockRecord], list[ReuseAge]]:
         """The records of a wanted chain in its order, new where needed, and the waits that ended."""
         get = self.get
         self.now += len(chain)
@@ -134,9 +134,9 @@ class History:
         """Whether the simulated caches see the block."""
         return (crc32(key) * 0x9E3779B1 >> 16) % self._sample_rate == 0
 
-    def drop_old(self) -> list[Wait]:
+    def drop_old(self) -> list[ReuseAge]:
         """Forget what is beyond `max_blocks` and in no cache, the longest not wanted first."""
-        waits: list[Wait] = []
+        waits: list[ReuseAge] = []
         records, kinds, free_rows = self._records, self.kind, self._free_rows
         kind_before = last_before = -1
         for _ in range(len(records) - self.max_blocks):
@@ -148,14 +148,14 @@ class History:
                 waits[-1].n_blocks += 1
             else:
                 kind_before, last_before = record.kind, record.last
-                waits.append(Wait(kind_before, self.now - last_before))
+                waits.append(ReuseAge(kind_before, self.now - last_before))
             kinds[record.row] = FREE
             free_rows.append(record.row)
         return waits
 
-    def _note_wants(self, path: Sequence[BlockRecord]) -> list[Wait]:
+    def _note_wants(self, path: Sequence[BlockRecord]) -> list[ReuseAge]:
         """Count the want in each record. Neighbours mostly have one past: their kind is computed once."""
-        waits: list[Wait] = []
+        waits: list[ReuseAge] = []
         now, move_to_end = self.now, self._records.move_to_end
         lasts, kinds = self.last, self.kind
         wants_before = last_before = kind_before = kind = -1
@@ -167,7 +167,7 @@ class History:
                 wants_before, last_before, kind_before = wants, last, record.kind
                 kind = self._kind_of(wants + 1, now - last, ends_chain=ends_chain)
                 if wants:
-                    waits.append(Wait(kind_before, now - last))
+                    waits.append(ReuseAge(kind_before, now - last))
             elif wants:
                 waits[-1].n_blocks += 1
             if ends_chain:

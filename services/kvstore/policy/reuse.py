@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from services.kvstore.policy.history import FREE, FREQUENCY_OF_KIND, N_FREQUENCIES, N_KINDS, History, Wait
+from services.kvstore.policy.history import FREE, FREQUENCY_OF_KIND, N_FREQUENCIES, N_KINDS, History, ReuseAge
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -61,7 +61,7 @@ class ReuseModel:
         self.value_rows: list[list[float]] = self.values.tolist()
         self.reuse: list[float] = [0.5] * N_KINDS  # how likely a block is wanted again at all
 
-    def record(self, waits: Iterable[Wait], *, wanted: bool) -> None:
+    def record(self, waits: Iterable[ReuseAge], *, wanted: bool) -> None:
         """Waits that ended with a want, or that are forgotten."""
         for wait in waits:
             at, kind, n_blocks = bin_of(wait.age), wait.kind, wait.n_blocks

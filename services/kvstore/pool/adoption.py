@@ -14,7 +14,7 @@ from typing import Protocol
 
 import xxhash
 
-from services.kvstore.pool.value import Hint, tag_of
+from services.kvstore.pool.value import ValueOrigin, tag_of
 
 MAX_HINTS = 65_536
 CHECK_BLOCKS = 1024
@@ -45,7 +45,7 @@ class BlockAdoption:
         self._watched = watched
         self._own = b""
         self._living: frozenset[bytes] = frozenset()
-        self._hints: OrderedDict[bytes, Hint | None] = OrderedDict()
+        self._hints: OrderedDict[bytes, ValueOrigin | None] = OrderedDict()
         self._unchecked: list[bytes] = []
         self.adopted_blocks = 0
 
@@ -79,7 +79,7 @@ class BlockAdoption:
                 self._adopt_if_lost(key, self._hints[key])
         return wanted
 
-    def add_hint(self, key: bytes, hint: Hint | None) -> None:
+    def add_hint(self, key: bytes, hint: ValueOrigin | None) -> None:
         """Record the hint of a block's header."""
         self._hints[key] = hint
         while len(self._hints) > MAX_HINTS:
@@ -95,10 +95,10 @@ class BlockAdoption:
         """Whether the living nodes' hashing chooses this node for the block."""
         return max(self._living, key=lambda tag: xxhash.xxh3_64_intdigest(tag + key)) == self._own
 
-    def _adopt_if_lost(self, key: bytes, hint: Hint | None) -> None:
+    def _adopt_if_lost(self, key: bytes, hint: ValueOrigin | None) -> None:
         if hint is not None and self._is_lost(hint):
             self.adopted_blocks += 1
             self._watched.put(key, hint.before)
 
-    def _is_lost(self, hint: Hint) -> bool:
+    def _is_lost(self, hint: ValueOrigin) -> bool:
         return hint.putter not in self._living

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from services.kvstore.pool.agent.client_guard import Replica
-from services.kvstore.pool.agent.node_readers import Element
+from services.kvstore.pool.agent.node_readers import ValueRead
 from services.kvstore.pool.agent.staging import Extent, SharedMemory
 from services.kvstore.pool.value import HEADER_BYTES, name_of, verify_value
 
@@ -23,7 +23,7 @@ FETCH_S = 1.5
 ROUND_S = 0.6
 
 
-class Copies(Protocol):
+class PoolCopies(Protocol):
     """The part of `ClientGuard` that a fetch uses."""
 
     def replicas(self, names: Sequence[str]) -> dict[str, list[Replica]]:
@@ -39,7 +39,7 @@ class ReplicaReads(Protocol):
     def is_suspect(self, endpoint: str) -> bool:
         """Whether the node failed a read recently."""
 
-    def read(self, endpoint: str, elements: Sequence[Element], *, deadline_s: float) -> Future[list[bool]]:
+    def read(self, endpoint: str, elements: Sequence[ValueRead], *, deadline_s: float) -> Future[list[bool]]:
         """Start a read; its future gives whether each element has arrived."""
 
 
@@ -75,7 +75,7 @@ class Fetcher:
 
     def __init__(
         self,
-        store: Copies,
+        store: PoolCopies,
         readers: ReplicaReads,
         memory: SharedMemory,
         *,
@@ -122,7 +122,7 @@ class Fetcher:
         jobs: dict[str, Late] = {}
         for endpoint, indexes in groups.items():
             elements = [
-                Element(self._memory.address + extents[index].offset, addresses[index], HEADER_BYTES)
+                ValueRead(self._memory.address + extents[index].offset, addresses[index], HEADER_BYTES)
                 for index in indexes
             ]
             jobs[endpoint] = self._readers.read(endpoint, elements, deadline_s=deadline_s)
@@ -170,9 +170,9 @@ class Fetcher:
             wanted.copies.pop(0)
         return None
 
-    def _element(self, wanted: _Wanted) -> Element:
+    def _element(self, wanted: _Wanted) -> ValueRead:
         address = self._memory.address + wanted.extent.offset
-        return Element(address, wanted.copies[0].address, wanted.n_bytes)
+        return ValueRead(address, wanted.copies[0].address, wanted.n_bytes)
 
     def _record(
         self, index: int, arrived: bool | None, waiting: dict[int, _Wanted], fetched: Fetched

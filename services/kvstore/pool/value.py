@@ -50,7 +50,7 @@ def key_of(name: str) -> bytes | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Hint:
+class ValueOrigin:
     """Origin of a value: the preceding key in its chain, and the tag of the node that put it."""
 
     before: bytes
@@ -68,7 +68,7 @@ def proof_of(key: bytes, n_bytes: int, checksum: bytes, function: KvChecksum = U
 
 
 def pack_header(
-    key: bytes, n_bytes: int, checksum: bytes, hint: Hint | None = None, *, proof: bytes | None = None
+    key: bytes, n_bytes: int, checksum: bytes, hint: ValueOrigin | None = None, *, proof: bytes | None = None
 ) -> bytes:
     """The HEADER_BYTES of a payload of `n_bytes` whose plain xxh3-128 is `checksum`.
 
@@ -86,7 +86,7 @@ def _check_of(sealed: bytes | memoryview, said: bytes) -> bytes:
     return xxhash.xxh3_64_digest(bytes(sealed[_HEADER.fields_bytes :]) + said)
 
 
-def read_hint(header: memoryview, key: bytes) -> Hint | None:
+def read_hint(header: memoryview, key: bytes) -> ValueOrigin | None:
     """The hint in a whole header of this key; None if there is none or it is damaged."""
     fields = _HEADER.unpack(header)
     said = bytes(header[_HEADER.n_bytes : _HEADER.n_bytes + _HINT.size])
@@ -94,7 +94,7 @@ def read_hint(header: memoryview, key: bytes) -> Hint | None:
         return None
     before, putter, check = _HINT.unpack(said)
     whole = any(before) and _check_of(header[: _HEADER.n_bytes], before + putter) == check
-    return Hint(before, putter) if whole else None
+    return ValueOrigin(before, putter) if whole else None
 
 
 def header_checksum(value: memoryview, key: bytes) -> bytes | None:

@@ -20,7 +20,7 @@ from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.loading.write_queue import WriteQueue
 from services.kvstore.pool.agent_client import AgentClient
-from services.kvstore.pool.value import HEADER_BYTES, Hint, pack_header, proof_of, tag_of
+from services.kvstore.pool.value import HEADER_BYTES, ValueOrigin, pack_header, proof_of, tag_of
 from slipstream.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class PoolWrites:
             copies = []
             for extent, block in zip(staged.extents, blocks, strict=True):
                 to, before = self._client.memory.address + extent.offset, self._before(block)
-                hint = None if before is None else Hint(before, putter)
+                hint = None if before is None else ValueOrigin(before, putter)
                 proof = proof_of(block.key, block.n_bytes, block.value, self._dram.checksum)
                 header = partial(pack_header, block.key, block.n_bytes, hint=hint, proof=proof)
                 copies.append((to, self._dram.address_of(block.slot), block.n_bytes, header))

@@ -30,8 +30,8 @@ from services.router.admission.types import (
     AdmissionDecision,
     AdmissionLimits,
     AdmissionRequest,
-    Changes,
     Priority,
+    QueueChanges,
     Verdict,
     WantedWorkers,
 )
@@ -184,7 +184,7 @@ class AdmissionController:
         preemptions = self._limits.max_preemptions
         self._enqueue(WaitingRequest(ask, now_ms, self._until_ms(ask, now_ms), preemptions))
 
-    def poll(self, capacity: Capacity, now_ms: float) -> Changes:
+    def poll(self, capacity: Capacity, now_ms: float) -> QueueChanges:
         """Admit the requests that fit, in order, and drop those that waited too long."""
         expired = [
             waiting.ask.key
@@ -204,7 +204,7 @@ class AdmissionController:
                 break
             admitted.append(self._begin_waiting(head, now_ms, predicted))
         admitted += self._admit_to_reserve(capacity, now_ms)
-        return Changes(tuple(admitted), tuple(expired))
+        return QueueChanges(tuple(admitted), tuple(expired))
 
     def _begin_waiting(self, head: WaitingRequest, now_ms: float, predicted: PredictedLoad) -> str:
         self._queues.take(head.ask.key)

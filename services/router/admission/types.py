@@ -90,7 +90,7 @@ class AdmissionDecision(msgspec.Struct, frozen=True, gc=False):
     pushed_out: str = ""
 
 
-class Changes(msgspec.Struct, frozen=True, gc=False):
+class QueueChanges(msgspec.Struct, frozen=True, gc=False):
     """Keys that left the queue."""
 
     admitted: tuple[str, ...] = ()

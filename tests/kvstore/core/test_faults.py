@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
-from services.kvstore.disk.policy import Origin
+from services.kvstore.disk.policy import BlockOrigin
 from services.kvstore.disk.queues.reads import OnRead, ReadResult
 from tests.kvstore.disk.table_check import check_table
 from tests.kvstore.store_rig import BLOCK_BYTES, Rig, key, keys
@@ -76,7 +76,9 @@ async def test_a_write_that_raises_stops_neither_the_writer_nor_the_close(
 ) -> None:
     write = rig.disk.write
 
-    async def broken_write(wanted: bytes, address: int, n_bytes: int, digest: bytes, origin: Origin) -> bool:
+    async def broken_write(
+        wanted: bytes, address: int, n_bytes: int, digest: bytes, origin: BlockOrigin
+    ) -> bool:
         if wanted != key(9):
             raise RuntimeError("an unexpected error")
         return await write(wanted, address, n_bytes, digest, origin)

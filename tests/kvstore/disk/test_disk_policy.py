@@ -12,7 +12,7 @@ from bench.cache.baselines import Lru
 from bench.cache.disk import DiskCache
 from bench.cache.traces import LOADS
 from libs.common.transport.registered_memory import PAGE_BYTES
-from services.kvstore.disk.policy import NO_KIND, Origin
+from services.kvstore.disk.policy import NO_KIND, BlockOrigin
 from services.kvstore.disk.table.table import DiskTable
 from services.kvstore.dram.slots import Slot
 from services.kvstore.policy.quota import NO_TENANT
@@ -65,7 +65,7 @@ def test_any_order_of_calls_keeps_the_table_consistent_and_tenants_within_their_
     rng = random.Random(seed)
     table = DiskTable(n_slabs=4, slab_bytes=16 * PAGE_BYTES, tenant_share=share)
     limit, tenants = int(64 * PAGE_BYTES * share), [NO_TENANT, b"a", b"b"]
-    writing: list[tuple[int, Slot, Origin]] = []
+    writing: list[tuple[int, Slot, BlockOrigin]] = []
     held = []
     for generation in range(1, 150):
         tenant, start = rng.choice(tenants), rng.randrange(50)
@@ -77,7 +77,7 @@ def test_any_order_of_calls_keeps_the_table_consistent_and_tenants_within_their_
             slot = table.allocate(PAGE_BYTES * rng.choice((1, 1, 1, 3)), generation=generation, tenant=tenant)
             parent = key(rng.randrange(60)) if rng.random() < 0.8 else None
             if slot is not None:
-                writing.append((number, slot, Origin(parent, rng.randrange(8), NO_KIND, tenant)))
+                writing.append((number, slot, BlockOrigin(parent, rng.randrange(8), NO_KIND, tenant)))
         if writing and rng.random() < 0.8:
             number, slot, origin = writing.pop(rng.randrange(len(writing)))
             if rng.random() < 0.9:

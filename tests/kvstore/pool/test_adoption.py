@@ -14,7 +14,7 @@ from services.kvstore.pool import adoption, watch
 from services.kvstore.pool.adoption import BlockAdoption
 from services.kvstore.pool.value import (
     HEADER_BYTES,
-    Hint,
+    ValueOrigin,
     header_checksum,
     pack_header,
     read_hint,
@@ -56,7 +56,7 @@ def share_of(watched: dict[bytes, bytes]) -> BlockAdoption:
     putter=st.sampled_from(NAMES),
 )
 def test_a_hint_is_read_unchanged_or_not_at_all(before: bytes, flip: int, putter: str) -> None:
-    hint = Hint(before, tag_of(putter))
+    hint = ValueOrigin(before, tag_of(putter))
     header = bytearray(pack_header(KEYS[0], 5, checksum(b"hello"), hint))
     assert len(header) == HEADER_BYTES
     assert read_hint(memoryview(header), KEYS[0]) == (hint if any(before) else None)
@@ -99,7 +99,7 @@ def test_headers_are_read_at_a_bounded_rate_and_once() -> None:
         assert len(wanted) <= adoption.READ_BLOCKS
         for number, each in enumerate(wanted, start=len(read)):
             putter = NAMES[number % 2]
-            share.add_hint(each, Hint(KEYS[0], tag_of(putter)) if number % 3 else None)
+            share.add_hint(each, ValueOrigin(KEYS[0], tag_of(putter)) if number % 3 else None)
         read += wanted
     assert sorted(read) == sorted(KEYS)
     assert set(adopted) == {each for number, each in enumerate(read) if number % 2 and number % 3}
@@ -111,7 +111,7 @@ def test_blocks_that_another_node_watches_again_are_released() -> None:
     """The putter may only have been silent, or a new node joined. A node keeps its own puts."""
     own, watched = KEYS[0], dict[bytes, bytes]()
     share = share_of(watched)
-    hint = Hint(KEYS[-1], tag_of(NAMES[1]))
+    hint = ValueOrigin(KEYS[-1], tag_of(NAMES[1]))
 
     def read(living: list[str]) -> None:
         share.set_members(living, own=NAMES[0])

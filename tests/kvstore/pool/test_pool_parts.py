@@ -18,7 +18,7 @@ from libs.common.etcd.access import EtcdAccess
 from libs.common.runtime.loading import load_settings
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.pool.agent.client_guard import ClientGuard, Replica
-from services.kvstore.pool.agent.node_readers import MAX_READERS, Element, NodeReaders
+from services.kvstore.pool.agent.node_readers import MAX_READERS, NodeReaders, ValueRead
 from services.kvstore.pool.agent.protocol import keys_of, packed, unpacked
 from services.kvstore.pool.agent.staging import Extent, Extents, SharedMemory
 from services.kvstore.pool.config import PoolOptions, pool_master
@@ -139,7 +139,7 @@ class FakePool:
     def is_stuck(self, endpoint: str) -> bool:
         return endpoint in self.hanging
 
-    def read(self, endpoint: str, elements: Sequence[Element], *, deadline_s: float) -> Future[list[bool]]:
+    def read(self, endpoint: str, elements: Sequence[ValueRead], *, deadline_s: float) -> Future[list[bool]]:
         self.asked.append(endpoint)
         ended: Future[list[bool]] = Future()
         node = self.nodes[endpoint]
@@ -211,7 +211,7 @@ def test_a_reader_continues_after_an_unknown_error_of_its_engine() -> None:
 
     readers = NodeReaders(open_engine)
     for count in (1, 2):
-        ended = readers.read("node:1", [Element(1, 1, 1)], deadline_s=float("inf"))
+        ended = readers.read("node:1", [ValueRead(1, 1, 1)], deadline_s=float("inf"))
         assert ended.result(timeout=60) == [False]
         assert len(opened) == count and not readers.is_stuck("node:1")
     assert readers.is_suspect("node:1")
@@ -229,8 +229,8 @@ class BrokenEngine:
 
 def test_a_read_with_an_unknown_end_never_completes() -> None:
     readers = NodeReaders(BrokenEngine)
-    ended = readers.read("node:1", [Element(1, 1, 1)], deadline_s=float("inf"))
-    behind = readers.read("node:1", [Element(2, 2, 1)], deadline_s=float("inf"))
+    ended = readers.read("node:1", [ValueRead(1, 1, 1)], deadline_s=float("inf"))
+    behind = readers.read("node:1", [ValueRead(2, 2, 1)], deadline_s=float("inf"))
     wait_until(lambda: readers.is_stuck("node:1"))
     assert not ended.done() and not behind.done()
 
@@ -258,7 +258,7 @@ def test_the_longest_idle_reader_is_closed_for_a_new_one() -> None:
     def read(node: int) -> int:
         """Read from a node; return the number of newly opened engines."""
         before = len(opened)
-        element = Element(1, 1, 1)
+        element = ValueRead(1, 1, 1)
         assert readers.read(f"node:{node}", [element], deadline_s=float("inf")).result(timeout=60) == [True]
         return len(opened) - before
 

@@ -15,8 +15,8 @@ from services.router.admission.types import (
     AdmissionDecision,
     AdmissionLimits,
     AdmissionRequest,
-    Changes,
     Priority,
+    QueueChanges,
     Verdict,
     WantedWorkers,
 )
@@ -42,7 +42,7 @@ def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
     """Run a random history with checks at every step; return the controller's decisions."""
     rng, controller, limits = random.Random(seed), AdmissionController(_limits()), _limits()
     now_ms = 0.0
-    decisions: list[tuple[str, AdmissionDecision | Changes]] = []
+    decisions: list[tuple[str, AdmissionDecision | QueueChanges]] = []
     running: set[str] = set()
     shown: set[str] = set()
     waiting: dict[str, tuple[Priority, float]] = {}
@@ -247,7 +247,7 @@ def test_one_tenant_takes_all_places_and_keeps_no_other_one_waiting() -> None:
     controller.end("heavy0", 1.0)
     assert controller.poll(UNKNOWN, 1.0).admitted == ("light2",)
     controller.end("heavy1", 2.0)
-    assert controller.poll(UNKNOWN, 2.0) == Changes()  # the places beyond go first
+    assert controller.poll(UNKNOWN, 2.0) == QueueChanges()  # the places beyond go first
 
 
 def test_the_reserve_overtakes_no_higher_class_and_serves_no_jobs() -> None:

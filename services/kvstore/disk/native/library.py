@@ -39,7 +39,7 @@ class _Hashes(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
+class DiskLibrary:
     """The same functions twice: short calls keep the interpreter's lock, `waiting_calls` release it."""
 
     calls: Any
@@ -57,7 +57,7 @@ class Library:
 
 
 @cache
-def native_library() -> Library | None:
+def native_library() -> DiskLibrary | None:
     """The compiled library; None, after one log line, where xxhash's library does not fit it. Raises
     FailedPrecondition where the installation lacks the compiled library."""
     if not LIBRARY.exists():
@@ -73,7 +73,7 @@ def native_library() -> Library | None:
         return None
     _declare(calls)
     _declare(waiting_calls)
-    return Library(calls, waiting_calls, found)
+    return DiskLibrary(calls, waiting_calls, found)
 
 
 def _declare(library: Any) -> None:

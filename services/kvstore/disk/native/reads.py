@@ -15,7 +15,7 @@ import os
 import struct
 from collections.abc import Callable, Sequence
 
-from services.kvstore.disk.native.library import ENDED, Library, native_library
+from services.kvstore.disk.native.library import ENDED, DiskLibrary, native_library
 from services.kvstore.disk.queues.queue import Ended, OnEnd
 from services.kvstore.disk.queues.reads import READ_THREADS, BlockReader, location, threaded_reader
 from services.kvstore.disk.segments.files import BlockRead, SegmentFiles, follows
@@ -34,7 +34,7 @@ class NativePool:
     """The library's read threads. One caller thread, the event loop's."""
 
     def __init__(
-        self, library: Library, *, n_threads: int, secret: bytes = b"", with_ring: bool = True
+        self, library: DiskLibrary, *, n_threads: int, secret: bytes = b"", with_ring: bool = True
     ) -> None:
         """`secret`: of the checksum. `with_ring`: use io_uring for direct I/O where the kernel has it."""
         self._library = library
@@ -103,7 +103,7 @@ class NativeReader:
     def __init__(
         self,
         files: SegmentFiles,
-        library: Library,
+        library: DiskLibrary,
         clock_s: Callable[[], float],
         *,
         with_ring: bool = True,

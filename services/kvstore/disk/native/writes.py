@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from services.kvstore.disk.native.library import ENDED, Library, native_library
+from services.kvstore.disk.native.library import ENDED, DiskLibrary, native_library
 from services.kvstore.disk.queues.queue import Ended, OnEnd
 from services.kvstore.disk.queues.writes import (
     GROUPS_AT_ONCE,
@@ -43,7 +43,7 @@ SYNC_FAILED = 1 << 20  # added to the error number of a sync; alone: an earlier 
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class WriteCalls:
     """C functions that replace the system's `pwritev` and `fdatasync`."""
 
     write: Any = None
@@ -54,13 +54,17 @@ class NativeWriter:
     """A `DiskWriter` with threads of the library."""
 
     def __init__(
-        self, files: SegmentFiles, library: Library, clock_s: Callable[[], float], calls: Calls | None = None
+        self,
+        files: SegmentFiles,
+        library: DiskLibrary,
+        clock_s: Callable[[], float],
+        calls: WriteCalls | None = None,
     ) -> None:
         """`calls`: the disk of a test."""
         self._files = files
         self._library = library
         self._clock_s = clock_s
-        self._calls = calls or Calls()  # the library has their addresses
+        self._calls = calls or WriteCalls()  # the library has their addresses
         self._event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._writer = library.calls.kv_writer_open(
             WRITE_THREADS, self._event_fd, library.hash, self._calls.write, self._calls.sync

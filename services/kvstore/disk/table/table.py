@@ -18,7 +18,7 @@ import numpy as np
 
 from libs.common.transport.registered_memory import page_rounded
 from services.kvstore.disk.block_use import BlockUse
-from services.kvstore.disk.policy import NO_KIND, UNKNOWN, DiskPolicy, Origin
+from services.kvstore.disk.policy import NO_KIND, UNKNOWN, BlockOrigin, DiskPolicy
 from services.kvstore.disk.quota import PUBLIC, UNKNOWN_TENANT, DiskQuota
 from services.kvstore.disk.segments.format import FoundHeaders, slots_in
 from services.kvstore.disk.table.block import DiskBlock, Slab
@@ -184,7 +184,7 @@ class DiskTable:
         n_bytes: int,
         generation: int,
         checksum: bytes,
-        origin: Origin = UNKNOWN,
+        origin: BlockOrigin = UNKNOWN,
     ) -> None:
         """Publish block `key` in the taken slot. Raises ValueError if the block is published already."""
         row, cells = self._row(slot), self._columns.cells

@@ -34,7 +34,7 @@ _DONE, _FAILED = 1, -1
 
 
 @dataclass(frozen=True, slots=True)
-class Element:
+class ValueRead:
     """One value to read."""
 
     local_address: int
@@ -45,7 +45,7 @@ class Element:
 @dataclass(slots=True, eq=False)
 class _ReadTask:
     endpoint: str
-    elements: Sequence[Element]
+    elements: Sequence[ValueRead]
     deadline_s: float
     ended: Future[list[bool]] = field(default_factory=Future)
 
@@ -74,7 +74,7 @@ class NodeReaders:
         with self._lock:
             return self._clock_s() < self._suspect_until_s.get(endpoint, 0.0)
 
-    def read(self, endpoint: str, elements: Sequence[Element], *, deadline_s: float) -> Future[list[bool]]:
+    def read(self, endpoint: str, elements: Sequence[ValueRead], *, deadline_s: float) -> Future[list[bool]]:
         """Queue a read; its future gives whether each element has arrived.
 
         A read that has not started by `deadline_s` fails; a running one goes on.

@@ -9,7 +9,7 @@ from typing import Any
 
 from libs.common.checksum import memory_at
 from services.kvstore.disk.native.library import native_library
-from services.kvstore.disk.native.writes import Calls, NativeWriter
+from services.kvstore.disk.native.writes import NativeWriter, WriteCalls
 from services.kvstore.disk.segments.files import SegmentFiles
 from services.kvstore.disk.tier import DiskTier
 from tests.kvstore.disk.memory_disk import MemoryDisk
@@ -39,7 +39,7 @@ def native_writer(files: SegmentFiles, disk: MemoryDisk) -> NativeWriter:
 
     library = native_library()
     assert library is not None
-    return NativeWriter(files, library, time.monotonic, Calls(_WRITE(write), _SYNC(sync)))
+    return NativeWriter(files, library, time.monotonic, WriteCalls(_WRITE(write), _SYNC(sync)))
 
 
 def write_natively(tier: DiskTier, disk: MemoryDisk) -> None:
