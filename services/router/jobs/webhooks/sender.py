@@ -173,8 +173,7 @@ class WebhookSender:
 def _delete(tx: SqlTransaction, message: _DueMessage) -> None:
     """Drop a message, which then takes no place of its tenant's jobs."""
     if tx.execute("DELETE FROM job_notices WHERE id = ? RETURNING id", (message.id,)):
-        # A router of an older release counts none.
-        sql = "UPDATE job_tenants SET notices = notices - 1 WHERE tenant = ? AND notices > 0"
+        sql = "UPDATE job_tenants SET notices = notices - 1 WHERE tenant = ?"
         tx.execute(sql, (message.receiver[0],))
 
 
