@@ -158,7 +158,7 @@ class SupervisedProcess:
                 again = f"; starting it again in {pause_s:g} s"
                 if (unusable or failures >= _FAILED_STARTS) and not ready_before:
                     self._failed.set()
-                    again = ""  # who waits for the start gives it up
+                    again = ""  # the command that waits for the start gives up
                 self._owner.say(f"{self.plan.instance} {how_ended(code)}{again}")
                 self._enter(ProcessState.BACKING_OFF)
                 await self._pause(pause_s)

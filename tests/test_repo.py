@@ -298,6 +298,19 @@ def test_every_package_has_a_docstring() -> None:
     ] == []
 
 
+def test_a_docstring_begins_with_what_is_understood_alone() -> None:
+    """It does not refer to the definition above, or leave out what it is about."""
+    referring = re.compile(r"(The same|Of|Those|These|That|They|Its|Their|All of them|None)\b")
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in _own_sources()
+        if path.relative_to(ROOT).parts[0] in PRODUCT
+        for node in _definitions(_tree(path).body)
+        if referring.match(ast.get_docstring(node) or "")
+    ]
+    assert not found
+
+
 def test_no_unsafe_function_is_called() -> None:
     unsafe = re.compile(r"\b(pickle\.|torch\.load\(|yaml\.load\(|(?<![\w.])eval\(|(?<![\w.])exec\()")
     found = [

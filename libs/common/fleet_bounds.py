@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.bounds import MAX_SECRET_FILE_BYTES
 
-# Of the other routers a load counts as unknown: who writes into etcd may add thousands of false records.
+# Beyond these a router's load counts as unknown: a process that writes into etcd may add thousands.
 MAX_FOLLOWED_ROUTERS = 256
 # Routers, and processes that leave, in one answer to an operator; it stays below what a message may have.
 MAX_SHOWN_PROCESSES = 1024

@@ -81,7 +81,7 @@ class Database:
         timeout_s: float = TRANSACTION_TIMEOUT_S,
         tenant: str = "",
     ) -> T:
-        """The same for a transaction that changes nothing. It never waits for a writer."""
+        """Run `work` in a transaction that changes nothing, and that never waits for a writer."""
         return await self._submit(self._reads, work, timeout_s, True, tenant)
 
     async def close(self) -> None:

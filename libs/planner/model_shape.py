@@ -61,7 +61,7 @@ class LayerShape:
         return self.n_experts * (1.0 - missed)
 
     def fullest_part_hits(self, n_tokens: float, n_parts: int) -> float:
-        """The same of the part with the most, where `n_parts` cards or groups have E / n_parts experts each.
+        """Expected hits of the part with the most, where each of `n_parts` has E / n_parts experts.
 
         About mean + sqrt(2 ln(parts) variance): the largest of as many independent normal counts.
         """

@@ -10,7 +10,7 @@ from libs.planner.cuts import Cut
 
 @cache
 def far_adapters(n_cards: int, size: int) -> int:
-    """Of groups of `size` consecutive cards, how many adapters the one with the fewest has between nodes.
+    """The fewest adapters between nodes that any group of `size` consecutive cards has.
 
     0: no group lies on two nodes.
     """

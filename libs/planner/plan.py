@@ -75,12 +75,12 @@ class Plan:
 
     @property
     def decode_steps_bytes(self) -> int:
-        """Of each card, for decode steps as graphs."""
+        """The memory of each card for decode steps as graphs."""
         return 0 if self.decode_steps is None else self.decode_steps.n_bytes(self.model)
 
     @property
     def draft_head_bytes(self) -> int:
-        """Of the card of rank 0 of each decode worker."""
+        """The memory of a draft head on the card of rank 0 of each decode worker."""
         return 0 if self.draft_head is None else self.draft_head.card_bytes
 
     def worker_arguments(self, candidate: Candidate | None = None) -> dict[str, str]:

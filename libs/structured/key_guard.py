@@ -45,7 +45,7 @@ class _Object:
         yield from self.recent
 
     def merged(self) -> _Object:
-        """The same keys, none of them apart."""
+        """An object with these keys, none of which is recent."""
         return _Object(self.keys | self.recent, repeats=self.repeats)
 
 

@@ -34,7 +34,7 @@ class _Held:
 
 
 class DraftExports:
-    """Those of one decode worker, for the drafter of the open stream."""
+    """Exported rows of one decode worker, for the drafter of the open stream."""
 
     def __init__(
         self,

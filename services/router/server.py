@@ -249,7 +249,7 @@ class RouterServer:
 
     @property
     def admin_http_endpoint(self) -> str:
-        """The same of the HTTP server of metrics and health."""
+        """host:port of the HTTP server of metrics and health."""
         return self.ports.admin_http.endpoint
 
     async def start(self) -> None:

@@ -200,7 +200,7 @@ class RouterSettings(ServiceSettings):
         return None if self.thinking == "model" else self.thinking == "on"
 
     def warn_of_exposed_secrets(self) -> None:
-        """The same, and a configuration file with the password of the database."""
+        """Warn of exposed files of secrets, and of a configuration file with the password of the database."""
         super().warn_of_exposed_secrets()
         source = self.given_as("database")
         if self.database is None or not has_password(self.database) or not source.startswith("["):

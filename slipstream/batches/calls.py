@@ -133,7 +133,7 @@ class BlockingBatches:
 
 
 class AsyncBatches:
-    """The same for one event loop; `AsyncClient.batches`."""
+    """`BlockingBatches` for one event loop; `AsyncClient.batches`."""
 
     def __init__(self, endpoints: Endpoints[grpc.aio.Channel], metadata: Metadata, max_retries: int) -> None:
         self._caller = AsyncCaller(batches_pb2_grpc.BatchServiceStub, endpoints, metadata, max_retries)

@@ -82,7 +82,7 @@ class BlockingFiles:
 
 
 class AsyncFiles:
-    """The same for one event loop; `AsyncClient.files`. Threads read and write files."""
+    """`BlockingFiles` for one event loop; `AsyncClient.files`. Threads read and write files."""
 
     def __init__(self, endpoints: Endpoints[grpc.aio.Channel], metadata: Metadata, max_retries: int) -> None:
         self._caller = AsyncCaller(batches_pb2_grpc.BatchServiceStub, endpoints, metadata, max_retries)

@@ -118,7 +118,7 @@ class BlockingCaller(_ServiceCaller[grpc.Channel]):
 
 
 class AsyncCaller(_ServiceCaller[grpc.aio.Channel]):
-    """The same for one event loop."""
+    """`BlockingCaller` for one event loop."""
 
     async def call(
         self, method: str, request: Any, *, is_idempotent: bool = True, timeout_s: float = CALL_S

@@ -128,7 +128,10 @@ def _word_of(file: Path, flag: str, noun: str) -> str:
 def tls_from(
     ca: Path | None, certificate: Path | None, key: Path | None, server_name: str = ""
 ) -> TlsFiles | None:
-    """None without any of the three. Raises InvalidArgument for one or two, and for what cannot be used."""
+    """TLS files of three flags; None without any of them.
+
+    Raises InvalidArgument for one or two, and for what cannot be used.
+    """
     if ca is None and certificate is None and key is None:
         return None
     if ca is None or certificate is None or key is None:

@@ -125,7 +125,7 @@ class BlockingJobs:
 
 
 class AsyncJobs:
-    """The same for one event loop; `AsyncClient.jobs`."""
+    """`BlockingJobs` for one event loop; `AsyncClient.jobs`."""
 
     def __init__(self, endpoints: Endpoints[grpc.aio.Channel], metadata: Metadata, max_retries: int) -> None:
         self._caller = AsyncCaller(jobs_pb2_grpc.JobServiceStub, endpoints, metadata, max_retries)

@@ -53,7 +53,7 @@ class BlockingResponses:
 
 
 class AsyncResponses:
-    """The same for one event loop; `AsyncClient.responses`."""
+    """`BlockingResponses` for one event loop; `AsyncClient.responses`."""
 
     def __init__(self, endpoints: Endpoints[grpc.aio.Channel], metadata: Metadata, max_retries: int) -> None:
         self._caller = AsyncCaller(responses_pb2_grpc.ResponseServiceStub, endpoints, metadata, max_retries)

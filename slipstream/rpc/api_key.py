@@ -12,7 +12,7 @@ class ApiKeyCredential:
     key: str = field(repr=False)
 
     def tokens_for(self, endpoint: str) -> ApiKeyCredential:
-        """The same key at every endpoint."""
+        """The credential itself, because the key serves every endpoint."""
         return self
 
     def metadata(self) -> tuple[tuple[str, str], ...]:

@@ -1,4 +1,4 @@
-"""The key of the console for who has the cluster's secret: a bearer token that a browser can send.
+"""The key of the console, made of the cluster's secret: a bearer token that a browser can send.
 
 It makes its bearer an operator on the console of every router, and opens nothing else.
 """

@@ -85,7 +85,7 @@ class ClusterConfig(ClusterOptions):
         return found
 
     def drafter_devices(self) -> list[str]:
-        """Of each drafter, by the file: `--device` is of prefill and decode workers."""
+        """The device of each drafter, by the file: `--device` is of prefill and decode workers."""
         return [self.file_device.get(Role.DRAFTER, CPU)] * self.counts()[Role.DRAFTER]
 
     def stated_devices(self) -> dict[str, str]:

@@ -45,7 +45,7 @@ class AddressBook(Protocol):
         """Return when the endpoint may be dialled. Raises UnknownAddress if it is not announced soon."""
 
     async def check_session(self, session_id: str) -> None:
-        """The same for a transport session."""
+        """Return when the transport session may be read from. Raises UnknownAddress like `check_endpoint`."""
 
 
 class LoopbackAddresses:

@@ -39,7 +39,7 @@ class CrashedAttempts(NamedTuple):
     struck: int = 0  # of requests that had strikes before
 
     def beside(self, others: CrashedAttempts) -> CrashedAttempts:
-        """These and the others together."""
+        """The sum of both counts."""
         return CrashedAttempts(self.attempts + others.attempts, self.struck + others.struck)
 
 

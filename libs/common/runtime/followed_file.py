@@ -63,7 +63,7 @@ class FollowedFile:
         log.info("%s: new %s count now", self._path, self._noun)
 
     def _signature(self) -> _Signature | None:
-        """None while the file cannot be found."""
+        """What changes with each version of the file; None while the file cannot be found."""
         try:
             found = self._path.stat()
         except OSError:

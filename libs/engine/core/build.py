@@ -148,7 +148,7 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
 
 
 def _step_memory(config: ModelConfig, options: EngineOptions) -> StepMemory | None:
-    """Of decode steps as graphs. A CPU has none: there launches cost nothing that a graph would save."""
+    """The memory of decode steps as graphs. A CPU runs none: its launches cost nothing to save."""
     if options.device == "cpu" or options.decode_steps == "plain":
         return None
     has_features = options.draft_model_dir is not None and options.max_draft_tokens > 0

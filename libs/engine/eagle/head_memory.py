@@ -60,14 +60,14 @@ def parse_draft_config(raw: Mapping[str, Any]) -> HeadConfig | BlockHeadConfig:
 
 
 def read_head_memory(head_dir: Path, *, value_bytes: int = BF16_BYTES) -> HeadMemory:
-    """Of the head in a directory. Raises InvalidArgument naming a missing or unsupported key."""
+    """The memory of the head in a directory. Raises InvalidArgument naming a missing or unsupported key."""
     return head_memory(
         parse_draft_config(read_config_json(head_dir, "draft_model_dir")), value_bytes=value_bytes
     )
 
 
 def head_memory(config: HeadConfig | BlockHeadConfig, *, value_bytes: int = BF16_BYTES) -> HeadMemory:
-    """`value_bytes`: of an activation, and of the weights in matrices."""
+    """The memory of a head. `value_bytes`: of an activation, and of the weights in matrices."""
     if isinstance(config, BlockHeadConfig):
         weight_bytes, n_layers = _block_bytes(config, value_bytes), len(config.target_layers)
         vocab_size, rows_each, norm_values = config.vocab_size, config.block_size, 0

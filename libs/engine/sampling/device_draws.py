@@ -25,7 +25,7 @@ CutRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torc
 
 @dataclass(frozen=True, slots=True)
 class DrawParameters:
-    """Of each row [R]: temperature and min_p_log fp32, top_k i32, top_p and draw fp64."""
+    """The parameters of each row [R]: temperature and min_p_log fp32, top_k i32, top_p and draw fp64."""
 
     temperature: torch.Tensor
     min_p_log: torch.Tensor

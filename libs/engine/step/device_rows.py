@@ -40,7 +40,7 @@ class DeviceRows:
 
     @property
     def nbytes(self) -> int:
-        """Of the array in the host."""
+        """The bytes of the rows as an array in the host."""
         return len(self) * self.shape[1] * _HOST_VALUE_BYTES
 
 

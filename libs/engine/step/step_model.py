@@ -84,7 +84,7 @@ class StepModel(Protocol):
 
     @property
     def page_parts(self) -> PageParts | None:
-        """None: steps write the pages in `memory`."""
+        """The parts of pages that steps write outside of `memory`; None: they write all in `memory`."""
         ...
 
     def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:

@@ -219,7 +219,7 @@ class Engine(Protocol):
 
     @property
     def page_parts(self) -> PageParts | None:
-        """None: `memory` has each page as steps wrote it. Else only its `collect` brings the page there."""
+        """The parts of pages outside of `memory`, which `collect` brings there; None: `memory` has all."""
         ...
 
     def read_page(self, page: int, *, has_landed: bool = False) -> memoryview:

@@ -13,7 +13,7 @@ from libs.structured.schema.schema_walk import Json, Parts, resolve
 
 
 def without_endless(schema: Json | bool, parts: Parts) -> Any:
-    """The same schema, with false for each part that has no finite value."""
+    """A copy of the schema with false for each part that has no finite value."""
     endless = find_endless(schema, parts)
     return _pruned(schema, endless) if endless else schema
 

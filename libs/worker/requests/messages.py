@@ -100,5 +100,5 @@ def parse_bfloat16(packed: bytes, width: int, field: str) -> Bfloat16Array:
 
 
 def parse_features(packed: bytes, width: int, field: str) -> FloatArray:
-    """The same as float32."""
+    """The rows of `pack_features` as float32. Raises InvalidArgument like `parse_bfloat16`."""
     return float_features(parse_bfloat16(packed, width, field))

@@ -264,7 +264,7 @@ class Promoter:
             prefetches.pop(key, None)
 
     def blocks_lost(self, keys: Sequence[bytes]) -> None:
-        """Their loads end by themselves."""
+        """See `DiskListener`. Loads of lost blocks end by themselves."""
 
     def disk_changed(self) -> None:
         """Fail the loads of unavailable disks at once."""

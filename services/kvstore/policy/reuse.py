@@ -107,8 +107,11 @@ class ReuseModel:
 
 
 def _rates(hits: Floats, exposure: Floats) -> Floats:
-    """Wants for block and time, by kind and age, each shrunk towards the kinds of its frequency, those
-    towards all kinds, and all towards 1/age. That value alone would make the order of LRU."""
+    """The rate at which a block is wanted, by kind and age.
+
+    Rates of a kind with few observations are near those of all kinds of its frequency, these near those of
+    all kinds, and these near 1/age, by which blocks are in LRU's order.
+    """
     base = 1.0 / _EDGES[1:]
     every = (hits.sum(axis=0) + 1.0) / (exposure.sum(axis=0) + 1.0 / base)
     like_hits, like_exposure = np.zeros((N_FREQUENCIES, N_BINS)), np.zeros((N_FREQUENCIES, N_BINS))

@@ -72,7 +72,7 @@ class UnreachableWatch:
             self._discard(self._before.popitem()[0])
 
     def discard(self, keys: Sequence[bytes]) -> None:
-        """These are watched no more."""
+        """Watch these blocks no more."""
         for key in keys:
             self._before.pop(key, None)
             self._discard(key)
@@ -105,7 +105,7 @@ class UnreachableWatch:
         return due
 
     def dropped(self, keys: Sequence[bytes], *, now_s: float) -> None:
-        """These were unreachable, and are gone from the tier."""
+        """Note that these unreachable blocks are gone from the tier."""
         self.dropped_blocks += len(keys)
         for key in keys:
             self._dropped_s[key] = now_s

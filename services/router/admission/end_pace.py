@@ -22,5 +22,5 @@ class EndPace:
 
     @property
     def mean_ms(self) -> float | None:
-        """None before two ends."""
+        """The mean time between two ends; None before two ends."""
         return self._between_ms / self._ends if self._ends else None

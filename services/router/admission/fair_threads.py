@@ -75,7 +75,7 @@ class FairThreads:
                 del self._waiting[name]
 
     async def run_in_time(self, tenant: str, piece: Callable[[], T], deadline_s: float | None) -> T:
-        """The same for a piece of what is not admitted. Raises DeadlineExceeded, too."""
+        """Run a piece of a request that is not admitted. Raises DeadlineExceeded, too."""
         try:
             async with asyncio.timeout_at(deadline_s):
                 return await self.run(tenant, piece, admitted=False)

@@ -135,7 +135,7 @@ def _decode(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
 
 
 def _steps(reports: Reports, aims: Aims) -> Signal:
-    """Its value wants at most one worker for each STEP_SEQUENCES sequences.
+    """The length of decode steps; it wants at most one worker for each STEP_SEQUENCES sequences.
 
     Without that bound a fleet whose shortest step exceeds the aim would grow without end. Below the bound the
     value stays above 0, so that no fleet shrinks and grows in turns.
@@ -180,7 +180,7 @@ def _router(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
 
 
 def _kvstore(fleet: Sequence[WorkerLoad], aims: Aims) -> list[Signal]:
-    """Its value is never below the target: the blocks of a node that goes are lost."""
+    """The signals of kvstores, never below the target: the blocks of a node that goes are lost."""
     reports = _reports(fleet, Role.KVSTORE)
     mib_per_s = _mean([report.evicted_wanted_bytes_per_s for report in reports]) / _MIB
     target = aims.evicted_wanted_mib_per_s

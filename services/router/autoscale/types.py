@@ -106,7 +106,7 @@ class Recommendation:
 
     @property
     def bounded_load(self) -> float:
-        """The same within the limits: the total of HPA's metric, whose target is 1 for each replica."""
+        """The load within the limits: the total of HPA's metric, whose target is 1 for each replica."""
         least = max(self.limits.least, int(self.active))
         return float(min(max(self.load, least), self.limits.most))
 

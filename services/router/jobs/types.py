@@ -128,7 +128,7 @@ class JobCounts:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The number of all jobs."""
         return self.live + self.succeeded + self.failed + self.cancelled + self.expired
 
 

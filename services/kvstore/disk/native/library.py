@@ -40,7 +40,7 @@ class _Hashes(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class DiskLibrary:
-    """The same functions twice: short calls keep the interpreter's lock, `waiting_calls` release it."""
+    """The C functions, loaded twice: short calls keep the interpreter's lock, `waiting_calls` release it."""
 
     calls: Any
     waiting_calls: Any

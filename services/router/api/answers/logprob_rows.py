@@ -69,7 +69,7 @@ class LogprobRows:
         return msgspec.Raw(b"".join(self._pieces()))
 
     def long_json(self) -> LongJson:
-        """The same for `json_pieces`. No row is added while it is used."""
+        """A list of all rows for `json_pieces`. No row is added while it is used."""
         return LongJson(self._pieces)
 
     def _pieces(self) -> Sequence[bytes]:

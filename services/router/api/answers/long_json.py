@@ -66,7 +66,7 @@ def _pieces_of(value: Any) -> Iterator[bytes]:
 
 
 def _filled(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes in pieces of full size, but for the last one."""
+    """The bytes joined into pieces of full size; the last one may be shorter."""
     data = bytearray()
     for piece in pieces:
         data += piece

@@ -24,5 +24,5 @@ def model_object(name: str, *, created_unix_s: int, max_context_tokens: int) -> 
 
 
 def model_page(models: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """All of them, on one page."""
+    """All models on one page."""
     return {"data": models, "has_more": False, "first_id": models[0]["id"], "last_id": models[-1]["id"]}

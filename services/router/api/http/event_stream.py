@@ -136,7 +136,7 @@ class EventStream:
         return data + b"".join([answer.delta_event(event.delta) for event in events])
 
     def encode_end(self, events: Sequence[Event]) -> Iterator[tuple[bytes, bool]]:
-        """The same of events with the answer's end: one piece, or several that are long.
+        """Encode events with the answer's end: one piece, or several that are long.
 
         Each comes with whether `closing` has begun by its end.
         """

@@ -11,7 +11,7 @@ from libs.common.http.failure import ErrorShape
 
 
 class RouteFamily(Protocol):
-    """Its handlers run inside `RequestMiddleware`, which guards and logs them."""
+    """Routes of one API, whose handlers run inside `RequestMiddleware`."""
 
     def routes(self) -> Iterable[web.RouteDef]:
         """The routes, each with its handler."""

@@ -60,7 +60,7 @@ class OutputItems:
         return part
 
     def empty_part(self, block: AnswerBlock) -> Json:
-        """The same as it is when it opens."""
+        """The part as it is when it opens."""
         if block.kind == "reasoning":
             return {"type": "summary_text" if self.has_summary else "reasoning_text", "text": ""}
         return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
