@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.router.placement.explanation import TERM_LABELS
-from services.router.placement.types import ChoiceReason, Cost, PlacementDecision, WorkerCandidate
+from services.router.placement.types import ChoiceReason, PlacementCost, PlacementDecision, WorkerCandidate
 from services.router.recording.timeline import KeptPlacement
 
 MAX_ROWS = 64
@@ -43,7 +43,7 @@ def table_rows(decision: PlacementDecision, *, limit: int = MAX_ROWS) -> Sequenc
     return sorted(decision.candidates, key=rank)[:limit]
 
 
-def terms_json(cost: Cost) -> dict[str, float]:
+def terms_json(cost: PlacementCost) -> dict[str, float]:
     """The terms of a price in milliseconds, by name without `_ms`."""
     return {name.removesuffix("_ms"): _ms(getattr(cost, name)) for name in TERM_LABELS}
 

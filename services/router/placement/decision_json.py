@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import asdict, fields
 
-from services.router.placement.types import Cost, PlacementDecision, WorkerCandidate
+from services.router.placement.types import PlacementCost, PlacementDecision, WorkerCandidate
 
 # A client that sends DEBUG_HEADER "1" gets the placement under PLACEMENT_HEADER: a header of the HTTP answer,
 # a trailer of the gRPC one.
@@ -75,5 +75,5 @@ def _candidate(candidate: WorkerCandidate) -> dict[str, Any]:
     return row
 
 
-def _terms(cost: Cost) -> dict[str, float]:
+def _terms(cost: PlacementCost) -> dict[str, float]:
     return {name: round(value, 3) for name, value in asdict(cost).items()}

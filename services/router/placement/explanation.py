@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import attrgetter, sub
 
-from services.router.placement.types import ChoiceReason, Cost, WorkerCandidate
+from services.router.placement.types import ChoiceReason, PlacementCost, WorkerCandidate
 
 # Values of `ChoiceReason.rule`.
 BY_COST = "cost"  # it costs least
@@ -37,7 +37,7 @@ _TERMS = tuple(TERM_LABELS)
 _term_values = attrgetter(*_TERMS)
 
 
-def largest_difference(chosen: Cost, other: Cost) -> tuple[str, float]:
+def largest_difference(chosen: PlacementCost, other: PlacementCost) -> tuple[str, float]:
     """The term by which `other` exceeds `chosen` most, and by how many milliseconds."""
     differences_ms = list(map(sub, _term_values(other), _term_values(chosen)))
     difference_ms = max(differences_ms)
@@ -45,7 +45,7 @@ def largest_difference(chosen: Cost, other: Cost) -> tuple[str, float]:
 
 
 def cost_reason(
-    part: str, chosen: str, cost: Cost, against: str, other: Cost, *, holds: str = ""
+    part: str, chosen: str, cost: PlacementCost, against: str, other: PlacementCost, *, holds: str = ""
 ) -> ChoiceReason:
     """`against` costs more. `holds`: words on what it holds, if that is why it is named."""
     term, difference_ms = largest_difference(cost, other)
@@ -91,7 +91,7 @@ def holder_reason(chosen: WorkerCandidate, holder: WorkerCandidate) -> list[Choi
     return [cost_reason(chosen.part, chosen.instance, chosen.cost, holder.instance, holder.cost, holds=holds)]
 
 
-def pair_reason(chosen: str, cost: Cost, against: str, other: Cost) -> ChoiceReason:
+def pair_reason(chosen: str, cost: PlacementCost, against: str, other: PlacementCost) -> ChoiceReason:
     """Why a pair of workers was chosen over the one of another group, which costs no less."""
     if other.total_ms > cost.total_ms:
         return cost_reason("pair", chosen, cost, against, other)

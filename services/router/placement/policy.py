@@ -1,7 +1,7 @@
 """Where a request runs: (request, fleet) -> (prefill, decode, kvstore, reasons). Pure.
 
-Every way to run the request is priced in predicted milliseconds (terms: `types.Cost`, rates: `cost_model.py`,
-prices: `pricing.py`), and the cheapest is chosen:
+Every way to run the request is priced in predicted milliseconds, and the cheapest is chosen (terms:
+`types.PlacementCost`, rates: `cost_model.py`, prices: `pricing.py`):
 
     prefill p, KV from s   wait for the prompts served first + prefill(what neither p nor s holds)
                            + load(what s holds) + delay of the prompts served later; s is a kvstore or a peer
@@ -47,8 +47,8 @@ from services.router.placement.pricing import price_decode, price_local, price_p
 from services.router.placement.selection import Choice, bound_load, choose, usable_by_group
 from services.router.placement.types import (
     ChoiceReason,
-    Cost,
     Group,
+    PlacementCost,
     PlacementDecision,
     PlacementFleet,
     PlacementRequest,
@@ -77,7 +77,7 @@ class _PricedWay(msgspec.Struct, frozen=True, gc=False):
     """A way to run the whole request: a prefill and a decode worker of one group, or part "local" alone."""
 
     choices: tuple[Choice, ...]
-    cost: Cost
+    cost: PlacementCost
 
     @property
     def name(self) -> str:
@@ -156,7 +156,7 @@ def _pair(prefill: Choice, decode: Choice, fleet: PlacementFleet) -> _PricedWay:
         *(p.queue_ms, p.prefill_ms, p.load_ms, d.transfer_ms, d.decode_queue_ms, d.step_ms),
         *(p.others_ms + d.others_ms, fleet.region_ms.get(p.group[1], 0.0)),
     )
-    return _PricedWay((prefill, decode), Cost(*terms_ms, sum(terms_ms)))
+    return _PricedWay((prefill, decode), PlacementCost(*terms_ms, sum(terms_ms)))
 
 
 def _cheapest_alone(

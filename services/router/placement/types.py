@@ -103,7 +103,7 @@ class PlacementFleet(msgspec.Struct, frozen=True, gc=False):
     region_ms: Mapping[str, float] = msgspec.field(default_factory=dict)
 
 
-class Cost(msgspec.Struct, frozen=True, gc=False):
+class PlacementCost(msgspec.Struct, frozen=True, gc=False):
     """Predicted milliseconds, term by term, and their sum, by which candidates are compared."""
 
     queue_ms: float = 0.0  # computing the prompts that the worker serves first
@@ -121,7 +121,7 @@ class WorkerCandidate(msgspec.Struct, gc=False):
     """One way to run one part of the request. `part`: prefill, decode, or local (both on a decode worker).
 
     pricing.py makes a candidate, and selection.py may set `refused`; nothing changes it after that. The terms
-    of its cost are those of `Cost`; they are fields here because a record for each would cost 0.1 us.
+    of its cost are those of `PlacementCost`; they are fields here because one more record would take 0.1 us.
     """
 
     part: str
@@ -153,9 +153,9 @@ class WorkerCandidate(msgspec.Struct, gc=False):
         return self.held_tokens + self.loaded_tokens
 
     @property
-    def cost(self) -> Cost:
+    def cost(self) -> PlacementCost:
         """The terms, without the way to the region."""
-        return Cost(
+        return PlacementCost(
             self.queue_ms,
             self.prefill_ms,
             self.load_ms,
@@ -180,7 +180,7 @@ class ChoiceReason(msgspec.Struct, frozen=True, gc=False):
     rule: str
     text: str
     against: str = ""
-    term: str = ""  # a field of Cost
+    term: str = ""  # a field of PlacementCost
     difference_ms: float = 0.0
 
 
@@ -201,7 +201,7 @@ class PlacementDecision(msgspec.Struct, frozen=True, gc=False):
     cold: bool = False
     cached_tokens: int = 0
     uncached_tokens: int = 0
-    cost: Cost = msgspec.field(default_factory=Cost)
+    cost: PlacementCost = msgspec.field(default_factory=PlacementCost)
     reasons: tuple[ChoiceReason, ...] = ()
     # The candidates that run the request: prefill and decode, or local alone.
     chosen: tuple[WorkerCandidate, ...] = ()

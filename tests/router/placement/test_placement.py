@@ -17,10 +17,10 @@ from services.router.placement.prefill_queue import queue_delay
 from services.router.placement.round_robin import ColdRoundRobin
 from services.router.placement.selection import LOAD_BOUND
 from services.router.placement.types import (
-    Cost,
     DecodeWorker,
     HeldTokens,
     KvStore,
+    PlacementCost,
     PlacementFleet,
     PlacementRequest,
     PrefillWorker,
@@ -185,7 +185,7 @@ def test_every_term_is_named_and_they_sum_to_what_is_compared(
     except Unavailable:
         return
     for cost in (decision.cost, *(leg.cost for leg in decision.candidates)):
-        terms = [getattr(cost, f.name) for f in fields(Cost) if f.name != "total_ms"]
+        terms = [getattr(cost, f.name) for f in fields(PlacementCost) if f.name != "total_ms"]
         assert all(term >= 0 for term in terms)
         assert cost.total_ms == pytest.approx(sum(terms))
     if decision.prefill:
