@@ -222,25 +222,25 @@ class DecodeSequence(SequenceTask):
         """The drafter learns the prompt's last positions at once, so that the first step has drafts."""
         if self._speculation is None:
             return
-        spec, state = self.plan.spec, complete.draft_state
-        packed = await self._read_features(session_id, state) if state.rows else None
+        spec, stated = self.plan.spec, complete.draft_features
+        packed = await self._read_features(session_id, stated) if stated.rows else None
         if packed is None:
             self._speculation.open(spec.seq_id)
             return
-        features = parse_bfloat16(packed, state.width, "draft_state")
+        features = parse_bfloat16(packed, stated.width, "draft_features")
         context = np.concatenate([spec.prompt, np.array([*spec.emitted, complete.first_token_id], "<u4")])
-        first = state.start_position
+        first = stated.start_position
         tokens = context[first + 1 : first + 1 + len(features)]
-        if len(tokens) == len(features) and state.width == self._core.info.feature_width:
+        if len(tokens) == len(features) and stated.width == self._core.info.feature_width:
             self._speculation.open(spec.seq_id, start_position=first, next_tokens=tokens, features=features)
         else:
-            log.warning("%s: draft state does not fit its prompt", self.plan.key)
+            log.warning("%s: draft features do not fit their prompt", self.plan.key)
             self._speculation.open(spec.seq_id)
 
-    async def _read_features(self, session_id: str, state: prefill_pb2.DraftState) -> bytes | None:
+    async def _read_features(self, session_id: str, stated: prefill_pb2.DraftFeatures) -> bytes | None:
         """The prompt's features; None if they cannot be had, which costs drafts only."""
-        n_bytes = state.rows * state.width * FEATURE_BYTES
-        exported = ExportedFeatures(state.address, state.checksum)
+        n_bytes = stated.rows * stated.width * FEATURE_BYTES
+        exported = ExportedFeatures(stated.address, stated.checksum)
         try:
             packed = await self._core.features.read(session_id, exported, n_bytes)
         except DataCorrupt as error:

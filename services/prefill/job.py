@@ -300,10 +300,10 @@ class PrefillJob(SequenceTask):
         """Let the reader have features [rows, width] of consecutive positions, if there is room."""
         self._features = exported = self._core.features.export(pack_features(features))
         if exported is not None:
-            complete.draft_state.start_position = start_position
-            complete.draft_state.rows, complete.draft_state.width = features.shape
-            complete.draft_state.address = exported.address
-            complete.draft_state.checksum = exported.checksum
+            complete.draft_features.start_position = start_position
+            complete.draft_features.rows, complete.draft_features.width = features.shape
+            complete.draft_features.address = exported.address
+            complete.draft_features.checksum = exported.checksum
 
     def _note_cached(self, tiers: Sequence[common_pb2.CacheTier.ValueType]) -> None:
         add_cached_tokens(self._cached, tiers, self._core.info.block_tokens)

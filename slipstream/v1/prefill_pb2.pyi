@@ -380,7 +380,7 @@ class WatchHandoffRequest(_message.Message):
     first_block: _builtins.int
     """the first block that the caller needs"""
     draft_rows: _builtins.int
-    """the most rows of draft state that the caller needs; 0 = none"""
+    """the most rows of draft features that the caller needs; 0 = none"""
     @_builtins.property
     def attempt(self) -> _common_pb2.Attempt: ...
     def __init__(
@@ -466,11 +466,11 @@ class HandoffComplete(_message.Message):
 
     FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
-    DRAFT_STATE_FIELD_NUMBER: _builtins.int
+    DRAFT_FEATURES_FIELD_NUMBER: _builtins.int
     first_token_id: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     @_builtins.property
-    def draft_state(self) -> Global___DraftState:
+    def draft_features(self) -> Global___DraftFeatures:
         """Absent without a draft head, when no watcher asked for rows, and when the staging memory had no room."""
 
     def __init__(
@@ -478,19 +478,19 @@ class HandoffComplete(_message.Message):
         *,
         first_token_id: _builtins.int = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
-        draft_state: Global___DraftState | None = ...,
+        draft_features: Global___DraftFeatures | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_state", b"draft_state"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_features", b"draft_features"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_state", b"draft_state", "finish_reason", b"finish_reason", "first_token_id", b"first_token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_features", b"draft_features", "finish_reason", b"finish_reason", "first_token_id", b"first_token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HandoffComplete: _TypeAlias = HandoffComplete  # noqa: Y015
 
 @_typing.final
-class DraftState(_message.Message):
-    """DraftState says where the fused target features of the prompt's last positions are, which a draft head needs:
+class DraftFeatures(_message.Message):
+    """DraftFeatures says where the fused target features of the prompt's last positions are, which a draft head needs:
     rows x width values in little-endian bfloat16, for a read by the transport of the ticket.
     """
 
@@ -525,7 +525,7 @@ class DraftState(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DraftState: _TypeAlias = DraftState  # noqa: Y015
+Global___DraftFeatures: _TypeAlias = DraftFeatures  # noqa: Y015
 
 @_typing.final
 class RenewHandoffRequest(_message.Message):

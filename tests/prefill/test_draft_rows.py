@@ -39,8 +39,8 @@ async def test_a_reader_gets_the_newest_rows_that_it_needs(draft_rows: int) -> N
     async with running_nodes() as nodes:
         node, reader = await nodes.prefill(), await nodes.decode()
         ticket, complete = await handoff(node, draft_rows=draft_rows)
-        state = complete.draft_state
-        assert complete.HasField("draft_state") == bool(draft_rows)
+        state = complete.draft_features
+        assert complete.HasField("draft_features") == bool(draft_rows)
         n_rows = min(draft_rows, 50)
         assert state.rows == n_rows
         assert state.ByteSize() <= MOST_STATE_BYTES
@@ -61,7 +61,7 @@ async def test_a_worker_without_room_for_features_hands_off_without_them() -> No
         taken = [node.core.features.export(b"features") for _ in range(MAX_PROMPT_FEATURES)]
         assert all(taken) and node.core.features.export(b"features") is None
         ticket, complete = await handoff(node, draft_rows=3)
-        assert not complete.HasField("draft_state") and not complete.finish_reason
+        assert not complete.HasField("draft_features") and not complete.finish_reason
         for exported in taken:
             assert exported is not None
             node.core.features.release(exported)

@@ -145,7 +145,7 @@ async def test_request_that_ends_with_its_first_token_holds_nothing() -> None:
         await node.wait_idle()
         (only,) = await watch(node, ticket)
         assert only.complete.finish_reason == common_pb2.FINISH_REASON_LENGTH
-        assert not only.complete.HasField("draft_state")  # no step follows it, and it is remembered
+        assert not only.complete.HasField("draft_features")  # no step follows it, and it is remembered
 
 
 async def test_resume_counts_emitted_tokens() -> None:
