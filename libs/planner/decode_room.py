@@ -63,12 +63,12 @@ class DraftHeadRoom:
 
     @property
     def head_bytes(self) -> int:
-        """Of the head with its contexts, in the decode worker or in a drafter."""
+        """The memory of the head with its contexts, in the decode worker or in a drafter."""
         return self.memory.n_bytes(self.contexts)
 
     @property
     def card_bytes(self) -> int:
-        """Of the decode worker's card: the projection to features, and a local head."""
+        """The memory on the decode worker's card: the projection to features, and a local head."""
         return self.memory.feature_bytes + (self.head_bytes if self.is_local else 0)
 
 

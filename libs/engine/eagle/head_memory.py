@@ -45,7 +45,7 @@ class HeadMemory:
     feature_bytes: int
 
     def n_bytes(self, max_sequences: int) -> int:
-        """Of the head with so many contexts."""
+        """The memory of the head with so many contexts."""
         return self.weight_bytes + max_sequences * self.context_bytes + self.pass_bytes
 
 

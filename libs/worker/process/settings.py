@@ -188,7 +188,7 @@ def load_local_head(options: EngineSettings, engine: Engine) -> DraftHead:
 
 @dataclass(frozen=True, slots=True)
 class _HeadBytes:
-    """Of the engine's device: a head that runs there, and the projection that makes features of any head."""
+    """Memory of the engine's device: a head that runs there, and the projection to features of any head."""
 
     local: int = 0
     features: int = 0
