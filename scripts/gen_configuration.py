@@ -29,7 +29,7 @@ the TOML file that `--config` (or SLIPSTREAM_CONFIG) names:
 | Flag | Environment | File |
 |---|---|---|
 | `--max-batch 32` | `SLIPSTREAM_MAX_BATCH=32` | `max_batch = 32` |
-| `--allow-pinning`, `--no-allow-pinning` | `SLIPSTREAM_ALLOW_PINNING=true` | `allow_pinning = true` |
+| `--http-tls`, `--no-http-tls` | `SLIPSTREAM_HTTP_TLS=true` | `http_tls = true` |
 | `--disk /a --disk /b` | `SLIPSTREAM_DISK=/a,/b` | `disk = ["/a", "/b"]` |
 
 A flag overrides the environment, the environment the file, the file the default. Nothing is asked of a path

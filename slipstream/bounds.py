@@ -106,7 +106,7 @@ TIMEOUT = _request.add(
 PINNING = _request.add(
     Rule(
         "x-slipstream-prefill",
-        "is not allowed: this router runs without --allow-pinning",
+        "is not allowed: this router runs without --allow-requested-prefill",
         "Without the flag the router alone chooses the worker.",
     )
 )

@@ -22,7 +22,7 @@ def test_a_request_travels_through_all_five_services(tmp_path: Path) -> None:
         decode=1,
         drafters=1,
         transport="socket",
-        allow_pinning=True,
+        allow_requested_prefill=True,
         extra_arguments=dict.fromkeys((Role.PREFILL, Role.DECODE, Role.DRAFTER), FAKE),
     )
     with LocalCluster(config) as cluster:

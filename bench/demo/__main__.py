@@ -241,7 +241,7 @@ async def run(arguments: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
         drafts_from="local",
         drafters=1,
         instance_arguments={SERVED: ("--drafter", "service")},
-        allow_pinning=True,
+        allow_requested_prefill=True,
     )
     async with ClusterSupervisor(config, say=lambda line: say(f"{DIM}{line}{RESET}")) as cluster:
         record = cluster.record()

@@ -41,7 +41,7 @@ def cluster_of(variant: Variant, *, run_dir: Path, model: Path, prefill: int, de
         drafts="off",
         prefill=prefill if variant.separate else 0,
         decode=decode if variant.separate else both,
-        allow_pinning=not variant.affinity,
+        allow_requested_prefill=not variant.affinity,
         extra_environment={role: {"OMP_NUM_THREADS": "1"} for role in (Role.PREFILL, Role.DECODE)},
     )
 

@@ -222,7 +222,7 @@ def _config(run_dir: Path, shape: FaultWorkload, environment: dict[str, str] | N
         drafters=0,
         kvstores=int(environment is not None),
         ready_timeout_s=400,
-        allow_pinning=True,
+        allow_requested_prefill=True,
         extra_arguments={
             Role.PREFILL: ["--kv-memory-bytes", keeps],
             Role.KVSTORE: ["--dram-bytes", keeps, "--disk-bytes", str(1 << 30)],

@@ -169,7 +169,7 @@ async def measure(prompt_tokens: Sequence[int], *, rounds: int, seed: int = 0) -
             drafters=0,
             decode=1,
             ready_timeout_s=400,
-            allow_pinning=True,
+            allow_requested_prefill=True,
         )
         async with AsyncExitStack() as stack:
             cluster = await stack.enter_async_context(ClusterSupervisor(config, say=lambda line: None))

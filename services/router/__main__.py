@@ -132,7 +132,7 @@ def _router_options(options: RouterSettings, card: ModelCard, keys: ApiKeys) -> 
         keys=keys,
         salts=_salts(options, card),
         max_requests=options.max_requests,
-        allow_pinning=options.allow_pinning,
+        allow_requested_prefill=options.allow_requested_prefill,
         share_ports=bool(options.child_of),
         autoscale=policy_of(options.autoscale_limits, options.autoscale_aims),
         scaler_is_public=options.scaler_is_public,

@@ -46,7 +46,7 @@ class RouterOptions:
     keys: ApiKeys = field(default_factory=ApiKeys)
     salts: PromptSalts = field(default_factory=PromptSalts)
     max_requests: int = service_bounds.MAX_RUNNING_REQUESTS
-    allow_pinning: bool = False
+    allow_requested_prefill: bool = False
     region_ms: Mapping[str, float] = field(default_factory=dict)
     share_ports: bool = False  # other router processes listen on the same ports
     database: Database | None = None  # None: nothing is stored; its caller closes it after the router

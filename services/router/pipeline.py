@@ -87,7 +87,9 @@ class RequestPipeline:
             ),
         )
         self.manager = RequestManager(
-            context, max_requests=options.max_requests, allow_pinning=options.allow_pinning
+            context,
+            max_requests=options.max_requests,
+            allow_requested_prefill=options.allow_requested_prefill,
         )
 
     async def start(self) -> None:

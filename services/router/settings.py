@@ -174,7 +174,7 @@ class RouterSettings(ServiceSettings):
         "seconds until a stored response of /v1/responses is forgotten", default=int(RESPONSE_TTL_S), least=1
     )
     processes: int = setting("router processes that share the ports", default=1, least=1)
-    allow_pinning: bool = setting("honour x-slipstream-prefill: for demonstrations", default=False)
+    allow_requested_prefill: bool = setting("honour x-slipstream-prefill: for demonstrations", default=False)
     autoscale_limits: str = setting(
         "TIER=LEAST:MOST[,..] replicas that autoscaling may recommend, 0:0 = none; the same for all routers",
         default="",

@@ -84,7 +84,15 @@ _UP_FIELDS = {"router": "routers", "kvstore": "kvstores", "drafter": "drafters"}
 _NEEDED: Mapping[Role, tuple[str, ...]] = {
     Role.ROUTER: (
         *("model", "served_model_name", "api_keys", "shared_prefix", "allowed_hosts", "cors_origins"),
-        *("prices", "access_log", "allow_pinning", "tls_client_ca", "log_level", "log_format", "drain_s"),
+        *(
+            "prices",
+            "access_log",
+            "allow_requested_prefill",
+            "tls_client_ca",
+            "log_level",
+            "log_format",
+            "drain_s",
+        ),
         *("http", *ETCD_ACCESS),
     ),
     Role.DECODE: ("draft_model", "drafts", "transport", "block_tokens", "decode_steps"),

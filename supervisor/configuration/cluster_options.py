@@ -191,8 +191,10 @@ class ClusterOptions:
     )
     cors_origins: str | None = option("ORIGIN[,ORIGIN..] of web pages that may call over HTTP; * = any.")
     access_log: str | None = option("Whether each call has a line in the log: on or off.")
-    allow_pinning: bool = option(
-        "A request may name its prefill worker: x-slipstream-prefill.", "--allow-pinning", default=False
+    allow_requested_prefill: bool = option(
+        "A request may name its prefill worker: x-slipstream-prefill.",
+        "--allow-requested-prefill",
+        default=False,
     )
     tls: TlsFiles | None = _options(_TlsOptions, default_factory=lambda: None)
     tls_client_ca: Path | None = option("PEM of the CA of clients, for the routers' public gRPC port only.")

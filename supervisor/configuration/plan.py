@@ -235,7 +235,7 @@ def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | Non
     if http is not None:
         arguments += ["--drain-s", f"{config.drain_s:g}"]
         arguments += ["--database", f"sqlite:{config.run_dir.resolve() / DATABASE_NAME}"]
-        arguments += ["--allow-pinning"] if config.allow_pinning else []
+        arguments += ["--allow-requested-prefill"] if config.allow_requested_prefill else []
         arguments += _given(
             ("--served-model-name", config.served_model_name),
             ("--api-keys", config.api_keys),

@@ -38,7 +38,9 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     with (
         lasting_dir(request, "cluster") as run_dir,
         LocalCluster(
-            ClusterConfig(run_dir=run_dir, drafters=1, drafts="on", modules=modules, allow_pinning=True)
+            ClusterConfig(
+                run_dir=run_dir, drafters=1, drafts="on", modules=modules, allow_requested_prefill=True
+            )
         ) as running,
     ):
         yield running

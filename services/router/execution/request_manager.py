@@ -47,7 +47,7 @@ class RequestManager:
         context: RouterContext,
         *,
         max_requests: int = service_bounds.MAX_RUNNING_REQUESTS,
-        allow_pinning: bool = False,
+        allow_requested_prefill: bool = False,
     ) -> None:
         self.context = context
         self.gate = AdmissionGate(
@@ -63,7 +63,7 @@ class RequestManager:
         self._constraints = OutputConstraints(context.card)
         # One check at a time, tenant by tenant, beside the threads of long messages.
         self._grammar_thread = FairThreads(n_threads=1)
-        self._allow_pinning = allow_pinning
+        self._allow_requested_prefill = allow_requested_prefill
         self._runs: dict[tuple[str, str], RunningRequest] = {}
         # One for each request that is over for its client and not yet released on its workers.
         self._release_tasks: set[asyncio.Task[None]] = set()
@@ -125,7 +125,7 @@ class RequestManager:
         self, request: GenerationRequest, caller: Caller, *, n_bytes: int, is_checked: bool
     ) -> None:
         """Refuse what the router takes from no caller now, and the values of the request."""
-        check_caller(caller, allow_pinning=self._allow_pinning)
+        check_caller(caller, allow_requested_prefill=self._allow_requested_prefill)
         self._check_draining()
         if self.gate.controller.crowded:
             self._refuse_early(request, caller)

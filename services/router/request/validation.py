@@ -98,14 +98,14 @@ def is_session(text: str) -> bool:
     return _SESSION.fullmatch(text) is not None and len(text.encode()) <= _SESSION_BYTES
 
 
-def check_caller(caller: Caller, *, allow_pinning: bool) -> None:
+def check_caller(caller: Caller, *, allow_requested_prefill: bool) -> None:
     """Check the headers. Raises InvalidArgument naming the first one out of bounds."""
     session = caller.session
     if session is not None and not is_session(session):
         raise bounds.SESSION.refused()
     if caller.priority and caller.priority not in PRIORITIES:
         raise bounds.PRIORITY.refused("x-slipstream-priority")
-    if caller.requested_prefill is not None and not allow_pinning:
+    if caller.requested_prefill is not None and not allow_requested_prefill:
         raise bounds.PINNING.refused()
 
 

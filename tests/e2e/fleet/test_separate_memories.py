@@ -46,7 +46,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
             drafters=1,
             drafts="on",
             drafts_from="remote",
-            allow_pinning=True,
+            allow_requested_prefill=True,
             instance_arguments={name: ("--parallel", cut) for name, cut in cuts.items()},
         )
         with LocalCluster(config) as running:

@@ -21,7 +21,7 @@ def plain_config(run_dir: Path, *, kvstores: int, **more: Any) -> ClusterConfig:
         decode=1,
         drafters=0,
         draft_model=None,
-        allow_pinning=True,
+        allow_requested_prefill=True,
         **more,
     )
 

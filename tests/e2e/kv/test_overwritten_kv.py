@@ -42,7 +42,7 @@ FAILURES = "slipstream_kv_checksum_failures_total"
 def drafting_config(run_dir: Path, **more: Any) -> ClusterConfig:
     """Two prefill workers and a decode worker, which gets draft features from them, and a kvstore."""
     return ClusterConfig(
-        run_dir=run_dir, prefill=2, decode=1, drafters=1, drafts="on", allow_pinning=True, **more
+        run_dir=run_dir, prefill=2, decode=1, drafters=1, drafts="on", allow_requested_prefill=True, **more
     )
 
 

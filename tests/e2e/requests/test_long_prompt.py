@@ -43,7 +43,7 @@ def test_a_long_prompt_is_answered_as_by_one_process(tmp_path: Path, n_tokens: i
         drafts="off",
         draft_model=None,
         drafters=0,
-        allow_pinning=True,
+        allow_requested_prefill=True,
     )
     with LocalCluster(config) as site:
         for turn in range(2):

@@ -52,7 +52,7 @@ async def test_an_id_that_runs_is_refused_and_goes_on(
 
 
 async def test_a_prefill_worker_that_is_not_there_is_refused(cluster: FakeCluster, card: ModelCard) -> None:
-    async with open_router(cluster, card, allow_pinning=True) as router:
+    async with open_router(cluster, card, allow_requested_prefill=True) as router:
         field, message = await refused_alike(router, headers={"x-slipstream-prefill": "prefill-9"})
         assert field == "x-slipstream-prefill"
         assert message == f"{field}: {REQUESTED_WORKER.words.format(instance=repr('prefill-9'))}"

@@ -322,7 +322,7 @@ async def test_all_prompts_of_a_silent_prefill_worker_fail_over(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
     async with (
-        open_router(cluster, card, silence_s=1.0, allow_pinning=True) as router,
+        open_router(cluster, card, silence_s=1.0, allow_requested_prefill=True) as router,
         AsyncClient(router.host.endpoint) as client,
     ):
         text = await expected(client)

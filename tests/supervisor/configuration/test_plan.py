@@ -229,7 +229,7 @@ def test_keys_certificates_and_etcd_access_reach_the_services(tmp_path: Path) ->
         access_log="off",
         log_format="json",
         tls_client_ca=tmp_path / "clients",
-        allow_pinning=True,
+        allow_requested_prefill=True,
         served_model_name="helper",
         disk_bytes=123,
     )
@@ -249,10 +249,10 @@ def test_keys_certificates_and_etcd_access_reach_the_services(tmp_path: Path) ->
         assert flag(process, "--access-log") == ("off" if is_router else None)
         assert flag(process, "--log-format") == "json"
         assert flag(process, "--tls-client-ca") == (str(tmp_path / "clients") if is_router else None)
-        assert ("--allow-pinning" in process.command) == is_router
+        assert ("--allow-requested-prefill" in process.command) == is_router
         assert flag(process, "--allowed-hosts") is None
         assert flag(process, "--shared-prefix") == (str(tmp_path / "prompt.txt") if is_router else None)
         assert flag(process, "--served-model-name") == ("helper" if is_router else None)
         assert flag(process, "--disk-bytes") == ("123" if process.role == Role.KVSTORE else None)
     plain = plan(ClusterConfig()).values()
-    assert not any({"--tls-ca", "--allow-pinning"} & set(process.command) for process in plain)
+    assert not any({"--tls-ca", "--allow-requested-prefill"} & set(process.command) for process in plain)

@@ -26,7 +26,7 @@ def fake_engine_config(
         **fields.pop("extra_arguments", {}),
     }
     defaults: dict[str, Any] = {"transport": "socket", "draft_model": None, "extra_arguments": extra}
-    defaults["allow_pinning"] = True
+    defaults["allow_requested_prefill"] = True
     defaults["drafters"] = 1
     defaults["modules"] = dict.fromkeys(Role, "tests.support.clusters.altered_service")
     return ClusterConfig(run_dir=run_dir, **(defaults | fields))

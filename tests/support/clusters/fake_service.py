@@ -37,7 +37,7 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{flag}")
     for flag in ("drafts", "drafter", "memory-bytes", "log-format", "engine", "autoscale-limits"):
         parser.add_argument(f"--{flag}")
-    parser.add_argument("--allow-pinning", action="store_true")
+    parser.add_argument("--allow-requested-prefill", action="store_true")
     parser.add_argument("--database")
     return parser.parse_args()
 

@@ -134,7 +134,7 @@ async def open_mesh(run_dir: Path, shape: MeshShape) -> AsyncIterator[Mesh]:
                 kv_link=None if number else "decode-bytes",
             )
             await opening.announce(decode, None if number else "router-decode")
-        options = RouterOptions(instance="router-0", recovery_wait_s=WAIT_S, allow_pinning=True)
+        options = RouterOptions(instance="router-0", recovery_wait_s=WAIT_S, allow_requested_prefill=True)
         card = load_model_card(DEFAULT_MODEL)
         router = RouterServer(card, opening.discovery, InMemoryPlacements(), options)
         await router.start()

@@ -337,7 +337,7 @@ async def test_tenants_share_the_blocks_of_the_configured_prefix_only(
 
 async def test_a_requested_prefill_worker(cluster: FakeCluster, card: ModelCard) -> None:
     async with (
-        open_router(cluster, card, allow_pinning=True) as router,
+        open_router(cluster, card, allow_requested_prefill=True) as router,
         AsyncClient(router.host.endpoint) as client,
     ):
         for instance in ("prefill-1", "prefill-0", "prefill-1"):

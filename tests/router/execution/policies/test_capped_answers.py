@@ -183,7 +183,7 @@ async def test_a_requested_prefill_worker_that_is_too_small_is_a_typed_error_at_
     small.take_context(4)
     async with (
         cluster,
-        open_router(cluster, card, allow_pinning=True, recovery_wait_s=0.5) as router,
+        open_router(cluster, card, allow_requested_prefill=True, recovery_wait_s=0.5) as router,
         AsyncClient(router.host.endpoint, resume_within_s=0.0) as client,
     ):
         assert (await client.complete(PROMPT, max_tokens=1)).finish_reason == "length"

@@ -130,7 +130,7 @@ async def test_a_losing_hedge_is_released_and_the_statistics_name_the_winner(
 async def test_a_requested_prefill_is_not_hedged(cluster: FakeCluster, card: ModelCard) -> None:
     """A requested prefill has no second worker, so it does not use the hedge budget."""
     async with (
-        open_router(cluster, card, allow_pinning=True) as router,
+        open_router(cluster, card, allow_requested_prefill=True) as router,
         AsyncClient(router.host.endpoint) as client,
     ):
         hedges = router.manager.context.failover.hedge_policy = policy_with_long_tail()
