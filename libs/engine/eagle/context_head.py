@@ -49,7 +49,7 @@ class ContextHead(ABC):
 
     @property
     def most_contexts(self) -> int:
-        """Of one call of `draft`."""
+        """How many contexts one call of `draft` takes."""
         return PADDED_CONTEXTS if self.pads_contexts else sys.maxsize
 
     @abstractmethod
