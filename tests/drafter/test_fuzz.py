@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 
 import pytest
@@ -14,6 +13,7 @@ from slipstream.v1 import drafter_pb2
 from tests.drafter.nodes import running_drafter
 from tests.support.fuzz.rpc_fuzzer import RpcFuzzer, fuzz
 from tests.support.fuzz.seeds import drafter_seeds
+from tests.support.logged_errors import logged_errors
 from tests.worker.nodes import eventually
 
 SERVICE = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"]
@@ -38,4 +38,4 @@ async def check(caplog: pytest.LogCaptureFixture, inputs: int | None = None) -> 
         await fuzz(
             RpcFuzzer(node.channel, SERVICE, random.Random(15), drafter_seeds()), inputs, settle=nothing_held
         )
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert not logged_errors(caplog)

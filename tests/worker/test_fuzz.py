@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from slipstream.v1 import decode_pb2, kv_events_pb2, kvstore_pb2, prefill_pb2
 from tests.support.fuzz.rpc_fuzzer import RpcFuzzer, fuzz
 from tests.support.fuzz.seeds import worker_seeds
+from tests.support.logged_errors import logged_errors
 from tests.worker.nodes import running_nodes
 
 SERVICES: dict[str, Any] = {
@@ -53,4 +53,4 @@ async def check(name: str, caplog: pytest.LogCaptureFixture, inputs: int | None 
             leave_out=PEER_CACHE_OMITS if name == "peer cache" else frozenset(),
         )
         await fuzz(fuzzer, inputs, settle=node.wait_idle)
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert not logged_errors(caplog)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 
 import pytest
@@ -15,6 +14,7 @@ from libs.common.rpc.serve import ServiceHost
 from slipstream.rpc.dial import dial
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.fuzz.rpc_fuzzer import RpcFuzzer, fuzz
+from tests.support.logged_errors import logged_errors
 from tests.support.stubs.idle_process import IdleProcess
 
 SERVICES = {
@@ -46,4 +46,4 @@ async def check(name: str, caplog: pytest.LogCaptureFixture, inputs: int | None 
     finally:
         await host.stop(grace_s=0)
     assert host.malformed.count
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert not logged_errors(caplog)

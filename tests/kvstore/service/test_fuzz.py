@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 
 import pytest
@@ -12,6 +11,7 @@ from slipstream.v1 import kvstore_pb2
 from tests.kvstore.node import FINGERPRINT
 from tests.support.fuzz.rpc_fuzzer import RpcFuzzer, fuzz
 from tests.support.fuzz.seeds import kvstore_seeds
+from tests.support.logged_errors import logged_errors
 from tests.worker.kvstore_node import running_kvstore
 
 SERVICE = kvstore_pb2.DESCRIPTOR.services_by_name["KvstoreService"]
@@ -31,4 +31,4 @@ async def check(caplog: pytest.LogCaptureFixture, inputs: int | None = None) -> 
         fuzzer = RpcFuzzer(channel, SERVICE, random.Random(15), kvstore_seeds(FINGERPRINT))
         # Reservations and pins end by their leases.
         await fuzz(fuzzer, inputs, settle=node.wait_idle)
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert not logged_errors(caplog)

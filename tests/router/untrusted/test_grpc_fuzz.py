@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from tests.support.fuzz.seeds import (
     response_seeds,
     router_seeds,
 )
+from tests.support.logged_errors import logged_errors
 
 
 class Fuzzed(NamedTuple):
@@ -98,4 +98,4 @@ async def check(
         )
         await fuzz(fuzzer, inputs, settle=nothing_held)
     assert fuzzer.statuses[fuzzed.reached], fuzzer.statuses
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert not logged_errors(caplog)

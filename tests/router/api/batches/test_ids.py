@@ -20,6 +20,7 @@ from tests.router.api.batches.conftest import CHAT
 from tests.router.conftest import WAIT_S, eventually
 from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.two_faces import TwoFaces, key_of, refusal, two_faces
+from tests.support.logged_errors import logged_errors
 
 
 @pytest.fixture
@@ -61,4 +62,4 @@ async def test_a_download_that_is_cancelled_is_no_error(
         assert sent.held_chars == batch_bounds.FILE_CHUNK_BYTES + 4 * PIECE_BYTES
         call.cancel()
         await eventually(lambda: not sent.held_chars)
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert not logged_errors(caplog)

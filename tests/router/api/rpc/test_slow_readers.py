@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from slipstream.async_client import AsyncClient
 from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.router.conftest import eventually, open_router, script
 from tests.router.support.fake_cluster import FakeCluster
+from tests.support.logged_errors import logged_errors
 
 TOKENS = 1500
 
@@ -86,4 +86,4 @@ async def test_a_client_that_leaves_while_it_is_written_to_is_no_failure(
         for _ in range(3):
             await leave(router)
         assert router.counters.snapshot()["slipstream_requests_aborted_total"] == 3
-    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert not logged_errors(caplog)
