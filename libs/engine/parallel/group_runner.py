@@ -154,11 +154,15 @@ class GroupRunner:
         self._move(PageMove.COPY, [page for pair in pairs for page in pair])
 
     def collect(self, pages: Sequence[int]) -> None:
-        """See `PageParts`. Its thread may be one of many, so a failure ends the worker from here."""
+        """See `PageParts`. Its thread may be one of many, so a failure ends the worker from here.
+
+        Not so once the group closes: copies that wait for peers may come behind the end of the engine.
+        """
         try:
             self._move(PageMove.COLLECT, list(pages))
         except GroupBroken as error:
-            self._on_death(str(error))
+            if not self._is_closed:
+                self._on_death(str(error))
             raise
 
     def take(self, pages: Sequence[int]) -> None:

@@ -113,3 +113,15 @@ def test_the_death_of_a_rank_ends_copies_of_pages(model_dir: Path, cut: str) -> 
             engine.read_page(0)
         with pytest.raises(GroupBroken, match="a collect of pages failed at rank 0"):
             generate(engine, [make_spec("after", [1, 2, 3])])
+
+
+def test_a_collection_behind_the_end_of_a_group_ends_no_worker(model_dir: Path) -> None:
+    """A copy for a peer may wait for its thread while the engine ends."""
+    deaths: list[str] = []
+    with forked_group(model_dir, OPTIONS, "tp=2", deaths.append, separate_pages=True) as runner:
+        engine = engine_of(runner)
+        assert len(engine.read_page(0)) == engine.info.page_bytes
+        engine.close()
+        with pytest.raises(GroupBroken, match="the group is closed"):
+            engine.read_page(0)
+    assert deaths == []
