@@ -153,6 +153,8 @@ def _merge_program(
 def tile_sizes(n_vectors: int, block_tokens: int, row_bytes: int) -> tuple[int, int]:
     """Query vectors and tokens of a tile: powers of two, from 16 vectors on; the tokens divide a page.
 
+    `row_bytes`: of a latent and its rotary key, each padded to a power of two as in a tile.
+
     Shared memory has the queries of a tile and two tiles of latents. Rows in fp32 as wide as those of
     DeepSeek's models leave room for small tiles only.
     """
@@ -179,13 +181,14 @@ def mla_decode(
     n_rows, n_heads, lora = q_latent.shape
     block_tokens = layer_pages.shape[1]
     vectors = splits.most_rows * n_heads
-    row_bytes = layer_pages.shape[2] * q_latent.element_size()
+    block_lora = max(triton.next_power_of_2(lora), _LEAST_TILE)
+    block_rope = max(triton.next_power_of_2(q_rope.shape[2]), _LEAST_TILE)
+    row_bytes = (block_lora + block_rope) * q_latent.element_size()
     block_m, block_n = tile_sizes(vectors, block_tokens, row_bytes)
     mixed = torch.empty_like(q_latent)
     n_splits = splits.n_splits
     parts = mixed if n_splits == 1 else mixed.new_empty(n_splits, *mixed.shape, dtype=torch.float32)
     lse = torch.empty(n_splits, n_rows, n_heads, dtype=torch.float32, device=mixed.device)
-    block_lora = max(triton.next_power_of_2(lora), 16)
     _split_program[(plan.absorbed.shape[0], triton.cdiv(vectors, block_m), n_splits)](
         q_latent,
         q_rope,
@@ -211,7 +214,7 @@ def mla_decode(
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_LORA=block_lora,
-        BLOCK_ROPE=max(triton.next_power_of_2(q_rope.shape[2]), 16),
+        BLOCK_ROPE=block_rope,
         num_warps=8 if block_m == 64 else 4,
         num_stages=2,
     )

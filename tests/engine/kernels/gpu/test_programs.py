@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tests.engine.kernels.gpu.interpreted  # noqa: F401  (before the programs)
+from libs.engine.kernels.gpu import mla_decode
 from libs.engine.kernels.gpu.expert_weights import repack_int4
 from libs.engine.kernels.gpu.kv_splits import choose_split_tokens, count_splits
 from libs.engine.kernels.gpu.mla_decode import tile_sizes
@@ -103,6 +107,26 @@ def test_a_tile_fits_in_shared_memory_and_divides_a_page(
     assert (vectors + 2 * tokens) * row_bytes <= 227 << 10
     assert min(vectors, tokens) >= 16
     assert block_tokens % tokens == 64 % tokens == 0
+
+
+def test_a_tile_counts_what_pads_its_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large tiles of 584 values in bf16 would fit; padded to 1,088 they take 417,792 bytes of an H100."""
+    launches: list[dict[str, Any]] = []
+
+    class Recorded:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *_, **constants: launches.append(constants)
+
+    monkeypatch.setattr(mla_decode, "_split_program", Recorded())
+    ids = torch.zeros(1, 1, dtype=torch.int32)
+    plan: Any = SimpleNamespace(absorbed=ids[0], page_table=ids, query_start=None, context_len=None)
+    splits: Any = SimpleNamespace(most_rows=4, n_splits=1, tokens=None)
+    latent, rope = (torch.empty(4, 16, width, dtype=torch.bfloat16) for width in (520, 64))
+    mla_decode.mla_decode(latent, rope, torch.empty(1, 64, 520 + 64), plan, splits, scale=1.0)
+    (tile,) = launches
+    row_bytes = (tile["BLOCK_LORA"] + tile["BLOCK_ROPE"]) * 2
+    assert 3 * 64 * (520 + 64) * 2 <= 227 << 10
+    assert (tile["BLOCK_M"] + 2 * tile["BLOCK_N"]) * row_bytes <= 227 << 10
 
 
 def test_tiles_are_as_large_as_two_bytes_a_value_allow() -> None:
