@@ -14,7 +14,6 @@ from libs.common.etcd.access import EtcdAccess
 from libs.common.runtime.settings import check_peers
 from libs.common.transport.open import TransportChoice
 from libs.common.worker_bounds import MAX_CONFIG_BYTES
-from libs.engine.kernels.device_name import CPU
 from libs.engine.model_spec.config import load_config
 from libs.engine.parallel.limits import group_refusals
 from libs.engine.parallel.sizes import check_sizes, parse_sizes
@@ -228,8 +227,8 @@ def idle_drafters(config: ClusterConfig) -> list[str]:
     With another etcd, workers of other clusters may ask.
     """
     if not config.counts()[Role.DRAFTER]:
-        device = config.file_device.get(Role.DRAFTER, CPU)
-        if device == config.device(Role.DECODE):  # of all workers, or where the head runs anyway
+        device = config.file_device.get(Role.DRAFTER)
+        if device in (None, config.device(Role.DECODE)):  # of all workers, or where the head runs anyway
             return []
         return [f"[drafter] device = {device} has no effect: no drafter runs here (--drafter 1 starts one)"]
     if config.drafts != "off" or config.etcd is not None:

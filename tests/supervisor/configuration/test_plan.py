@@ -86,8 +86,12 @@ def test_a_device_of_drafters_that_do_not_run_is_named() -> None:
         "[drafter] device = cuda:1 has no effect: no drafter runs here (--drafter 1 starts one)"
     ]
     of_all = {Role.PREFILL: "cuda", Role.DECODE: "cuda", Role.DRAFTER: "cuda"}
+    beside = ClusterConfig(sizes=WorkerSizes(device="cuda:1"), drafts_from="local")
+    without = replace(beside, drafts_from="auto", drafters=0)
     for config in (replace(stated, drafters=1), replace(stated, file_device=of_all), ClusterConfig()):
         assert idle_drafters(config) == []
+    for config in (beside, without, replace(beside, file_device={Role.DRAFTER: "cuda:1"})):
+        assert config.counts()[Role.DRAFTER] == 0 and idle_drafters(config) == []
 
 
 def test_a_file_without_keys_is_named(tmp_path: Path) -> None:
