@@ -246,6 +246,8 @@ def plan(
         raise InvalidArgument("--decode-steps", f"must be plain, graphs or ahead, not {decode_steps!r}")
     if drafter not in ("local", "service"):
         raise InvalidArgument("--drafter", f"must be local or service, not {drafter!r}")
+    if drafter == "local" and draft_model is None:
+        raise InvalidArgument("--drafter", "local needs --draft-model, whose memory counts")
     if cached_tokens >= prompt_tokens:
         raise InvalidArgument("--cached-tokens", "must be fewer than --prompt-tokens")
     stated = Traffic(prompt_tokens, cached_tokens, output_tokens)

@@ -193,6 +193,7 @@ def test_a_trace_sizes_the_fleet(tmp_path: Path) -> None:
         (["--traffic", "/dev/zero"], "--traffic: cannot read /dev/zero: is no regular file"),
         (["--draft-model", str(KIMI_CONFIG)], "--draft-model"),
         (["--drafter", "remote"], "--drafter"),
+        (["--drafter", "local"], "--drafter: local needs --draft-model"),
     ],
 )
 def test_bad_options_are_named(flags: list[str], named: str) -> None:
