@@ -167,6 +167,26 @@ def test_a_class_that_is_nowhere_is_found() -> None:
     assert _lost_classes(f"`{gone}` guards what `RequestMiddleware` and `{gone}.serve` do.") == {gone}
 
 
+def _lost_steps(text: str) -> set[str]:
+    """The methods and functions of a text's chains (`a -> B.c`) that are nowhere in the code."""
+    chains = "\n".join(line for line in text.splitlines() if "-> " in line)
+    methods = _methods_of_product()
+    pairs = re.findall(r"\b([A-Z][a-zA-Z]+)\.(?!md\b)([a-z_]\w+)", chains)
+    functions = set(re.findall(r"(?<![\w./-])[a-z]+(?:_[a-z]+)+\b(?![./])", chains))
+    return {f"{c}.{f}" for c, f in pairs if f not in methods.get(c, set())} | functions - _words_of_code()
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_steps_of_chains_exist(doc: Path) -> None:
+    assert _lost_steps(doc.read_text()) == set()
+
+
+def test_a_lost_step_is_found() -> None:
+    gone = "receive" + "_steps"
+    chain = f"run  {gone} -> RankModel.run, or RankModel.{gone} -> send_step"
+    assert _lost_steps(chain) == {gone, f"RankModel.{gone}"}
+
+
 def test_make_verbs_in_docs_exist() -> None:
     verbs = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {doc.name: set(re.findall(r"`make ([a-z0-9-]+)`", doc.read_text())) for doc in DOCS}
