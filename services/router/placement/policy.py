@@ -244,7 +244,7 @@ def _kvstore(request: PlacementRequest, fleet: PlacementFleet, group: Group) -> 
 def _no_pair(prefill: _Candidates) -> str:
     """Why no prefill worker can run a prompt for a decode worker."""
     if usable_by_group(prefill):
-        return "no prefill worker that is ready has the transport and the region of a ready decode worker"
+        return "no usable prefill worker has the transport and the region of a usable decode worker"
     return _no_worker("prefill", prefill)
 
 

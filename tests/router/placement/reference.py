@@ -222,7 +222,7 @@ def _kvstore(request: PlacementRequest, fleet: PlacementFleet, group: tuple[str,
 
 def _no_pair(prefill: Sequence[ReferenceLeg]) -> str:
     if any(not leg.refused for leg in prefill):
-        return "no prefill worker that is ready has the transport and the region of a ready decode worker"
+        return "no usable prefill worker has the transport and the region of a usable decode worker"
     return _no_worker("prefill", prefill)
 
 

@@ -90,6 +90,9 @@ def _check_rule(reason: ChoiceReason, decision: PlacementDecision) -> None:
     chosen = next((c for c in usable if (c.part, c.instance) == (reason.part, reason.chosen)), None)
     if reason.text.startswith("no prefill worker is ready"):
         assert all(candidate.part != "prefill" for candidate in usable)
+    if reason.text.startswith("no usable prefill worker has"):
+        groups = {part: {c.group for c in usable if c.part == part} for part in ("prefill", "decode")}
+        assert groups["prefill"] and not groups["prefill"] & groups["decode"]
     if chosen is None:
         return  # a pair
     others = [c for c in usable if (c.part, c.group) == (chosen.part, chosen.group) and c is not chosen]
