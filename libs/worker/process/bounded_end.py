@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 log = logging.getLogger(__name__)
 
 CLOSE_S = 7.0  # to end everything after running work had its time
-_THREADS_S = 2.0  # for threads whose work is done
+THREADS_S = 2.0  # for threads whose work is done
 _POLL_S = 0.02
 _NAME = "loop-pool"
 
@@ -25,7 +25,7 @@ _NAME = "loop-pool"
 class BoundedEnd:
     """Make it on the running loop, whose default pool it becomes."""
 
-    def __init__(self, *, close_s: float = CLOSE_S, threads_s: float = _THREADS_S) -> None:
+    def __init__(self, *, close_s: float = CLOSE_S, threads_s: float = THREADS_S) -> None:
         self._close_s, self._threads_s = close_s, threads_s
         self._pool = ThreadPoolExecutor(thread_name_prefix=_NAME)
         self._is_cut = False

@@ -44,7 +44,7 @@ from slipstream.v1 import worker_pb2, worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 WORKER_SERVICE = "slipstream.v1.WorkerService"
-_STOP_GRACE_S = 1.0
+STOP_GRACE_S = 1.0
 
 MakeServer = Callable[..., grpc.aio.Server]
 
@@ -108,7 +108,7 @@ async def serve_worker(
     metrics = _metrics(role, options, app, host, health)
     await host.start([app.service_name, WORKER_SERVICE])
     async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(host.stop, grace_s=_STOP_GRACE_S)
+        stack.push_async_callback(host.stop, grace_s=STOP_GRACE_S)
         await stack.enter_async_context(
             serve_admin(port, metrics=metrics, read_health=health.read, tls=options.tls_of_http())
         )
