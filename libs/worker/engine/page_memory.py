@@ -53,8 +53,10 @@ class PageMemory:
         return self._engine.read_page(page, has_landed=has_landed)
 
     def checksum(self, page: int, *, has_landed: bool = False) -> bytes:
-        """The checksum of one page, computed in the caller's thread; of a device's page by a copy. See
-        `page`."""
+        """The checksum of one page, computed in the caller's thread; of a device's page by a copy.
+
+        `has_landed`: see `page`.
+        """
         if self.is_on_host:
             return self._checksum.at(self.address_of(page), self.page_bytes)
         return self._checksum.of(self.page(page, has_landed=has_landed))

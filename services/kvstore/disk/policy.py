@@ -30,8 +30,11 @@ _MASK64 = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class BlockOrigin:
-    """Where a block comes from, as far as the memory tier knows. `parent` is the block before it in its
-    chain, `depth` how many are before it, and `tenant` the one it counts for."""
+    """Where a block comes from, as far as the memory tier knows.
+
+    `parent` is the block before it in its chain, `depth` how many are before it, and `tenant` the one it
+    counts for.
+    """
 
     parent: bytes | None = None
     depth: int = 0
