@@ -6,13 +6,14 @@ import contextlib
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from libs.common.telemetry.logs import log_form
 from libs.engine.parallel.rank_model import RankOptions
 
-_END_TIMEOUT_S = 5.0
+_END_TIMEOUT_S = 4.0  # for all ranks; a worker that stops waits 5 s for its engine
 _MODULE = "libs.engine.parallel.follower"
 
 
@@ -41,9 +42,10 @@ class FollowerProcesses:
 
     def wait(self) -> None:
         """Wait for the end of all ranks; kill those that stay."""
+        deadline_s = time.monotonic() + _END_TIMEOUT_S
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_TIMEOUT_S)
+                process.wait(max(deadline_s - time.monotonic(), 0.0))
         self.kill()
 
     def kill(self) -> None:
