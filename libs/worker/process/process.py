@@ -64,18 +64,18 @@ def run_worker(
 
     async def main() -> int:
         end = BoundedEnd()
-        status = await serve_worker(role, options, make_app(), end, make_server=make_server)
+        try:
+            status = await serve_worker(role, options, make_app(), end, make_server=make_server)
+        except SlipstreamError as error:  # a refused setting or a missing file: one line names it
+            log.error("%s cannot start: %s", options.instance, options.named(error))
+            status = MODEL_UNUSABLE if isinstance(error, ModelUnusable) else 1
+        except ModuleNotFoundError as error:
+            log.error("%s cannot start: %s", options.instance, missing_package(error, role))
+            status = 1
         await end.finish()
         return status
 
-    try:
-        return asyncio.run(main())
-    except SlipstreamError as error:  # a refused setting or a missing file: one line names it
-        log.error("%s cannot start: %s", options.instance, options.named(error))
-        return MODEL_UNUSABLE if isinstance(error, ModelUnusable) else 1
-    except ModuleNotFoundError as error:
-        log.error("%s cannot start: %s", options.instance, missing_package(error, role))
-        return 1
+    return asyncio.run(main())
 
 
 async def serve_worker(

@@ -132,3 +132,39 @@ def test_a_process_with_a_thread_that_hangs_ends() -> None:
         asyncio.run(main())
     """
     assert run(text, lambda process: process.wait(WAIT_S)) == 1
+
+
+def test_a_worker_that_cannot_start_ends_while_a_thread_hangs() -> None:
+    text = """
+        import asyncio, sys, threading
+        from libs.common.cluster.worker_record import Role
+        from libs.worker.process.app import WorkerApp
+        from libs.worker.process.process import run_worker
+        from services.decode.settings import DecodeSettings
+        from slipstream.errors import FailedPrecondition
+
+        class Refused(WorkerApp):
+            async def open(self, endpoint, discovery, stop):
+                begun = threading.Event()
+
+                def hang():
+                    begun.set()
+                    threading.Event().wait()
+
+                asyncio.ensure_future(asyncio.to_thread(hang))
+                await asyncio.to_thread(begun.wait)
+                raise FailedPrecondition("no room here")
+
+            async def close(self):
+                pass
+
+        Refused.__abstractmethods__ = frozenset()
+        settings = DecodeSettings(instance="d0", listen="127.0.0.1:0", admin_http="127.0.0.1:0")
+        sys.exit(run_worker(Role.DECODE, settings, lambda: Refused(settings)))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, timeout=WAIT_S
+    )
+    assert done.returncode == 1
+    assert "d0 cannot start: no room here" in done.stderr
+    assert "the process ends while threads of it hang: loop-pool_" in done.stderr
