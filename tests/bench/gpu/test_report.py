@@ -68,6 +68,13 @@ def test_chosen_sections_are_measured_alone_and_others_refused(monkeypatch: pyte
         command.measure(MINIATURE, 60, ("smapling",))
 
 
+def test_some_sections_do_not_replace_the_report_of_all() -> None:
+    stated = Path("some.json")
+    assert command.output_of(None, ()) == Path("docs/benchmarks/gpu.json")
+    assert command.output_of(None, ("sampling",)) is None
+    assert command.output_of(stated, ()) == command.output_of(stated, ("sampling",)) == stated
+
+
 def test_figures_and_reasons_are_collected() -> None:
     left = {"left_out": {"case": "b, y", "reason": "no peer"}}
     report = run({"one": printing({"figure": FIGURE}, left)})
