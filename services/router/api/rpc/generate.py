@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
+import grpc
+
 from libs.common import service_bounds
 from libs.common.rpc.call_reset import ending_with_call
 from libs.common.rpc.serve import metadata_of
@@ -106,6 +108,10 @@ class GenerateMethod:
         del context  # see libs/common/rpc/serve.py
         try:
             await refused
+        except grpc.aio.AbortError:
+            raise
+        except grpc.aio.BaseError:  # the client has left
+            raise asyncio.CancelledError from None
         finally:  # it is written
             elapsed_s = self._clock() - arrived_s
             self._manager.context.counters.observe("slipstream_refusal_seconds", elapsed_s)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import time
 from typing import Any
 
 import grpc
 import pytest
 
+from libs.common.telemetry.counters import Counters
 from services.router.api.api_keys import DEFAULT_TENANT
 from services.router.placement.worker_models import WorkerModels
 from services.router.request.model_card import ModelCard
@@ -63,6 +66,27 @@ async def test_a_request_without_a_deadline_gets_the_default_one(
     default_ms = bounds.DEFAULT_DEADLINE_S * 1e3
     for left_ms in (prefill.deadline_ms, start.deadline_ms):
         assert default_ms - 60_000 < left_ms <= default_ms
+
+
+async def test_a_client_that_leaves_as_it_is_refused_is_no_error(
+    client: AsyncClient,
+    router: RouterServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def refuse_late(*_: Any, **__: Any) -> Any:
+        time.sleep(0.5)  # noqa: ASYNC251 - the call's deadline passes, and the loop does not see it
+        raise errors.Overloaded("full", retry_after_ms=1)
+
+    told: list[str] = []
+    monkeypatch.setattr(Counters, "observe", lambda _, name, *values, **more: told.append(name))
+    monkeypatch.setattr(router.manager, "begin", refuse_late)
+    with pytest.raises(grpc.aio.AioRpcError) as late:
+        async for _ in client._stub.Generate(router_pb2.GenerateRequest(chat=chat_of(HELLO)), timeout=0.1):
+            pass
+    assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await eventually(lambda: "slipstream_refusal_seconds" in told)
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def begin_and_hold(client: AsyncClient, cluster: FakeCluster) -> asyncio.Task[Any]:
