@@ -1,7 +1,8 @@
 """The process of a rank other than 0: loads its part, then runs the command stream.
 
-Its argument is the form of its log lines. Its standard input brings one line of options and then stays open.
-When it closes, rank 0 has ended, and so does this process, in whatever call it waits.
+Its arguments are the form of its log lines and the process id of rank 0. Its standard input brings one line
+of options and then stays open. When it closes, rank 0 has ended, and so does this process, in whatever call
+it waits. The kernel ends a rank that is stopped and cannot read.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import time
 
 from libs.common.runtime.malloc import STEP_HEAP_BYTES, keep_freed_memory
+from libs.common.runtime.parent_death import end_with_parent
 from libs.common.telemetry.logs import configure_logging
 from libs.engine.parallel.commands import PageCommand, receive
 from libs.engine.parallel.links import GroupLinks
@@ -31,6 +33,7 @@ def main() -> int:
 
     An error beside the end of rank 0 is a lost connection, and no line of the log.
     """
+    end_with_parent(int(sys.argv[2]))
     keep_freed_memory(STEP_HEAP_BYTES)
     for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a container: rank 0 drains and ends
         signal.signal(number, signal.SIG_IGN)

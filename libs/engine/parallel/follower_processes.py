@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -18,7 +19,11 @@ _MODULE = "libs.engine.parallel.follower"
 
 
 class FollowerProcesses:
-    """Started at once. Each ends when its standard input closes, which the end of rank 0 does."""
+    """Started at once. Each ends when its standard input closes, which the end of rank 0 does.
+
+    The kernel kills one that does not read by then, such as a stopped one. It does so at the end of the
+    thread that makes this object, which is the engine's.
+    """
 
     def __init__(self, options: RankOptions, on_death: Callable[[str], None]) -> None:
         self._options = options
@@ -66,7 +71,7 @@ class FollowerProcesses:
 
 def _start(options: RankOptions) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-m", _MODULE, log_form()],
+        [sys.executable, "-m", _MODULE, log_form(), str(os.getpid())],
         stdin=subprocess.PIPE,
         pass_fds=(options.store, options.pages),
         text=True,

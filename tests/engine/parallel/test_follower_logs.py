@@ -86,7 +86,7 @@ def test_a_connection_that_is_lost_at_the_end_of_rank_0_is_no_error(tmp_path: Pa
     """The input closes a moment after the connection, as on a loaded machine."""
     options = options_that_fail(tmp_path)
     rank = subprocess.Popen(
-        [sys.executable, "-c", BROKEN_RANK, "text"],
+        [sys.executable, "-c", BROKEN_RANK, "text", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
