@@ -202,7 +202,10 @@ def revoke_key(path: Path, name: str) -> None:
 @contextlib.contextmanager
 def _changing(path: Path) -> Iterator[dict[str, KeyRecord]]:
     """The records of the file by name; what the block leaves of them replaces the file, if it succeeds."""
-    path = path.resolve()  # a link stays a link
+    try:
+        path = path.resolve()  # a link stays a link
+    except RuntimeError:
+        raise FailedPrecondition(f"{path} cannot hold the keys: it is a link without an end") from None
     try:
         folder = os.open(path.parent, os.O_RDONLY)
     except OSError as error:

@@ -95,6 +95,14 @@ def test_a_folder_that_is_missing_is_named_and_not_made(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+def test_a_link_without_an_end_is_named(tmp_path: Path) -> None:
+    link = tmp_path / "keys.toml"
+    link.symlink_to(link)
+    with pytest.raises(FailedPrecondition, match=r"keys.toml cannot hold the keys: it is a link without an"):
+        run("new", "--name", "a", "--tenant", "t", file=link)
+    assert link.is_symlink()
+
+
 def test_refusals_name_the_flag(tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     for kind, arguments in (
