@@ -11,7 +11,7 @@ from pathlib import Path
 from libs.common.cluster.worker_record import Role
 from libs.common.runtime.memory_limit import memory_limit_bytes
 from libs.engine.kernels.device_name import CPU
-from libs.engine.parallel.sizes import parse_sizes
+from libs.engine.parallel.sizes import ParallelSizes, parse_sizes
 from libs.worker.process.settings import EngineSettings
 from services.decode.settings import DecodeSettings
 from slipstream.cluster_record import secret_file
@@ -57,7 +57,7 @@ class ClusterConfig(ClusterOptions):
         """
         if self.drafts_from != "auto":
             return self.drafts_from
-        is_far = bool(self.parallel(Role.DECODE)) or self.device(Role.DECODE) != CPU
+        is_far = self._cut(Role.DECODE).n_ranks > 1 or self.device(Role.DECODE) != CPU
         return REMOTE if self.drafters or is_far else LOCAL
 
     def device(self, role: Role) -> str:
@@ -66,22 +66,29 @@ class ClusterConfig(ClusterOptions):
 
     def parallel(self, role: Role) -> str | None:
         """How workers of this role are cut, by flag or file."""
-        by_flag = {Role.PREFILL: self.prefill_parallel, Role.DECODE: self.decode_parallel}
-        return by_flag.get(role) or self.file_parallel.get(role)
+        by_flag = self.flag_parallel(role)
+        return self.file_parallel.get(role) if by_flag is None else by_flag
 
     def parallel_name(self, role: Role) -> str:
         """The flag or the setting of the file that says it, for errors."""
-        is_by_flag = self.decode_parallel if role is Role.DECODE else self.prefill_parallel
-        return f"--{role}-parallel" if is_by_flag else f"--config, [{role}] parallel"
+        is_in_file = self.flag_parallel(role) is None
+        return f"--config, [{role}] parallel" if is_in_file else f"--{role}-parallel"
+
+    def flag_parallel(self, role: Role) -> str | None:
+        """An empty flag is one process, whatever the file says."""
+        return {Role.PREFILL: self.prefill_parallel, Role.DECODE: self.decode_parallel}.get(role)
+
+    def _cut(self, role: Role) -> ParallelSizes:
+        """Raises InvalidArgument for a cut that is none."""
+        return parse_sizes(self.parallel(role) or "", self.parallel_name(role))
 
     def workers(self) -> list[WorkerPlace]:
         """Where each prefill and decode worker runs. Raises InvalidArgument for a cut that is none."""
         counts, by_flag = self.counts(), self.sizes.memory_bytes
         found = []
         for role in _ENGINES:
-            cut = parse_sizes(self.parallel(role) or "", self.parallel_name(role))
             n_bytes = by_flag or self.file_memory_bytes.get(role, 0)
-            found += [WorkerPlace(self.device(role), cut.n_ranks, n_bytes)] * counts[role]
+            found += [WorkerPlace(self.device(role), self._cut(role).n_ranks, n_bytes)] * counts[role]
         return found
 
     def drafter_devices(self) -> list[str]:
@@ -229,8 +236,7 @@ def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | Non
         arguments += ["--drafts", config.drafts]
         has_local_head = config.draft_model is not None and config.head_place == LOCAL
         arguments += ["--drafter", LOCAL] if has_local_head else []
-    parallel = {Role.PREFILL: config.prefill_parallel, Role.DECODE: config.decode_parallel}
-    arguments += _given(("--parallel", parallel.get(role)))
+    arguments += _given(("--parallel", config.flag_parallel(role)))
     arguments += config.sizes.arguments() if role in _ENGINES else []
     if http is not None:
         arguments += ["--drain-s", f"{config.drain_s:g}"]

@@ -147,6 +147,8 @@ def test_a_worker_on_a_device_gets_no_share_of_the_host() -> None:
         ({"file_parallel": {Role.DECODE: "tp=2"}, "from_file": frozenset({"parallel"})}, 1, None),
         ({"file_parallel": {Role.DECODE: "tp=2"}, "prefill_parallel": "tp=2"}, 1, None),
         ({"file_parallel": {Role.PREFILL: "tp=2"}, "from_file": frozenset({"parallel"})}, 0, "local"),
+        ({"decode_parallel": "tp=1"}, 0, "local"),
+        ({"file_parallel": {Role.DECODE: "tp=2"}, "decode_parallel": ""}, 0, "local"),
         ({"sizes": WorkerSizes(device="cuda:1")}, 1, None),
         ({"file_device": {Role.DECODE: "cuda"}}, 1, None),
         ({"file_device": {Role.PREFILL: "cuda"}}, 0, "local"),
@@ -169,6 +171,13 @@ def test_one_process_may_have_further_arguments() -> None:
     )
     assert plans["decode-1"].command[-2:] == ("--drafter", "service")
     assert "service" not in plans["decode-0"].command
+
+
+def test_an_empty_flag_takes_the_cut_of_the_file_away() -> None:
+    config = ClusterConfig(prefill=1, decode=1, file_parallel={Role.DECODE: "tp=2"}, decode_parallel="")
+    assert [place.n_ranks for place in config.workers()] == [1, 1]
+    assert config.parallel_name(Role.DECODE) == "--decode-parallel"
+    assert flag(plan(config)["decode-0"], "--parallel") == "", "goes before the file that the worker reads"
 
 
 def test_each_tier_has_its_own_cut() -> None:
