@@ -21,6 +21,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 
 from libs.common.cluster.exit_reports import REPORTED_ROLES, report_exit, run_name
@@ -74,7 +75,8 @@ class ClusterSupervisor:
         `launcher` starts the processes and outlives this object; None: one of this object's, by
         `config.start`.
         """
-        self._config = replace(config, run_dir=config.run_dir.resolve(), model=config.model.resolve())
+        run_dir, model = (Path(os.path.realpath(path)) for path in (config.run_dir, config.model))
+        self._config = replace(config, run_dir=run_dir, model=model)
         self.say = say
         self._rng = rng or random.Random()
         self._started_s = time.monotonic()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import os
 import signal
 import sys
 from collections.abc import Collection, Mapping
@@ -59,6 +61,9 @@ def _of_options(options: Mapping[str, Any]) -> ClusterConfig:
     values = {each.name: options[each.name] for each in fields(ClusterOptions) if each.name in options}
     for name in ("http", "grpc"):
         values[name] = None if values[name] == ANY_PORT else values[name]
+    for name, value in values.items():
+        if value == math.inf:  # as the same settings of a file
+            raise InvalidArgument(f"--{name.replace('_', '-')}", "must be a finite number, not inf")
     sizes = WorkerSizes.of(options)
     tls = tls_from(options["tls_ca"], options["tls_certificate"], options["tls_key"])
     return ClusterConfig(**values, sizes=sizes, tls=tls)
@@ -110,7 +115,7 @@ def with_fitting_draft_model(config: ClusterConfig) -> ClusterConfig:
     if config.draft_model != DEFAULT_DRAFT_MODEL:
         return config
     drafts = config.drafters != 0 or config.drafts_from == LOCAL
-    fits = config.model.resolve() == DEFAULT_MODEL and drafts
+    fits = os.path.realpath(config.model) == str(DEFAULT_MODEL) and drafts  # also of links without an end
     return config if fits else replace(config, draft_model=None)
 
 

@@ -97,7 +97,7 @@ def _check_model(flag: str, path: Path) -> None:
         missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
         why = "is missing" if missing else f"cannot be read: {error.strerror}"
         raise InvalidArgument(flag, f"no model in {path}: config.json {why}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(flag, f"{path / 'config.json'} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise InvalidArgument(flag, f"{path / 'config.json'} holds no JSON object")

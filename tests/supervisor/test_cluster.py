@@ -228,7 +228,13 @@ async def test_what_cannot_work_is_refused_before_anything_starts(
         await wrong_flag(fake, anyone, **{flag: "0.0.0.0:1"})
     await wrong_flag(fake, "--model: .*config.json is missing", model=tmp_path / "nowhere")
     await wrong_flag(fake, "--draft-model: .*config.json is missing", draft_model=tmp_path / "nowhere")
-    for text, why in (("{", "is not JSON"), ("[]", "holds no JSON object")):
+    (tmp_path / "circle").symlink_to("circle")
+    for flag in ("model", "draft_model"):
+        many = f"--{flag.replace('_', '-')}: .* cannot be read: Too many levels of symbolic links"
+        await wrong_flag(fake, many, **{flag: tmp_path / "circle"})
+    await refused(fake, "circle cannot be the run directory: File exists", run_dir=tmp_path / "circle")
+    deep = "[" * 100_000
+    for text, why in (("{", "is not JSON"), ("[]", "holds no JSON object"), (deep, "is not JSON")):
         broken = tmp_path / f"broken-{len(text)}"
         broken.mkdir()
         (broken / "config.json").write_text(text)

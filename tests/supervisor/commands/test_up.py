@@ -68,6 +68,14 @@ def test_a_missing_gpu_is_said_before_what_each_worker_may_take_of_it(
     assert not started
 
 
+@pytest.mark.parametrize("flag", ["--ready-timeout-s", "--drain-s", "--grace-s"])
+def test_a_time_without_end_is_refused_as_in_a_file(started: list[ClusterConfig], flag: str) -> None:
+    done = CliRunner().invoke(app, ["up", flag, "inf"])
+    assert isinstance(done.exception, InvalidArgument)
+    assert done.exception.message == f"{flag}: must be a finite number, not inf"
+    assert not started
+
+
 SIZES = {
     "device": "cuda:1",
     "memory_bytes": 1 << 28,
