@@ -16,8 +16,8 @@ from slipstream.errors import InvalidArgument
 def read_config_json(directory: Path, option: str) -> dict[str, Any]:
     """Read `config.json`. `option` is the name of the setting with the directory.
 
-    Raises InvalidArgument for `option` if the file cannot be read. Raises it for `config.json` unless that is
-    one JSON object without repeated keys.
+    Raises InvalidArgument for `option` if the file cannot be read. Raises it for the file's path unless that
+    holds one JSON object without repeated keys: a model and its draft head have files of the same name.
     """
     return read_json_object(directory / "config.json", option, MAX_CONFIG_BYTES)
 
@@ -28,14 +28,14 @@ def read_json_object(path: Path, option: str, max_bytes: int) -> dict[str, Any]:
         data = read_bounded(path, max_bytes=max_bytes)
     except OSError as error:
         if error.errno == errno.EFBIG:
-            raise InvalidArgument(path.name, f"has more than {max_bytes} bytes") from None
+            raise InvalidArgument(str(path), f"has more than {max_bytes} bytes") from None
         raise InvalidArgument(option, f"cannot read {path}: {error.strerror}") from error
     try:
         raw = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument(path.name, f"not JSON: {error}") from error
+        raise InvalidArgument(str(path), f"not JSON: {error}") from error
     if not isinstance(raw, dict):
-        raise InvalidArgument(path.name, "not a JSON object")
+        raise InvalidArgument(str(path), "not a JSON object")
     return raw
 
 

@@ -228,4 +228,4 @@ def test_config_files_that_are_no_plain_json_are_refused(tmp_path: Path, text: s
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(InvalidArgument, match=reason) as caught:
         load_config(tmp_path)
-    assert caught.value.field == "config.json"
+    assert caught.value.field == str(tmp_path / "config.json")
