@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from libs.common.worker_bounds import MAX_BATCH
 from slipstream.cli.access import OperatorAccess, takes_access, with_flags
 from slipstream.cli.options import (
     DRAIN_S,
@@ -194,11 +195,15 @@ def route(
     show_route(fleet, request, as_json=as_json)
 
 
+_MOST_TOKENS = 10**9  # of the mean request of a plan; more have no room on any cards
 _DecodeSteps = Annotated[
     str, typer.Option(help="As of decode workers: plain, or graphs and ahead, which take memory.")
 ]
 _MaxBatch = Annotated[
-    int, typer.Option(min=1, help="Sequences in one of those steps; a local head has contexts for two.")
+    int,
+    typer.Option(
+        min=1, max=MAX_BATCH, help="Sequences in one of those steps; a local head has contexts for two."
+    ),
 ]
 _DraftModel = Annotated[
     Path | None, typer.Option(help="A draft head's config.json, or its directory: its memory counts.")
@@ -218,9 +223,13 @@ def plan(
         Path | None,
         typer.Option(help="A trace (JSON lines: timestamp, input_length, output_length, hash_ids)."),
     ] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Mean prompt, without --traffic.")] = 8192,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, max=_MOST_TOKENS, help="Mean prompt, without --traffic.")
+    ] = 8192,
     cached_tokens: Annotated[int, typer.Option(min=0, help="Of them cached, without --traffic.")] = 0,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Mean answer, without --traffic.")] = 1024,
+    output_tokens: Annotated[
+        int, typer.Option(min=1, max=_MOST_TOKENS, help="Mean answer, without --traffic.")
+    ] = 1024,
     max_token_ms: Annotated[
         float,
         typer.Option(min=0.1, max=1e9, help="What a token may take, prefills of other requests included."),

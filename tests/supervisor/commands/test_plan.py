@@ -218,7 +218,17 @@ def test_traffic_that_has_room_in_no_cut_is_shown_and_fails(form: tuple[str, ...
         assert plan.reason in done.output and f" {plan.chosen.fit.cut.name} " in done.output
 
 
-@pytest.mark.parametrize("flag", ["--max-token-ms", "--overhead-gib", "--kv-gib"])
-def test_an_infinite_number_is_refused_by_its_flag(flag: str) -> None:
-    done = CliRunner().invoke(app, ["plan", "--model", str(KIMI_CONFIG), "--gpus", "8xh100-80", flag, "inf"])
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        *(
+            (flag, value)
+            for flag in ("--max-token-ms", "--overhead-gib", "--kv-gib")
+            for value in ("inf", "nan")
+        ),
+        *((flag, "9" * 400) for flag in ("--prompt-tokens", "--output-tokens", "--max-batch")),
+    ],
+)
+def test_a_number_without_end_is_refused_by_its_flag(flag: str, value: str) -> None:
+    done = CliRunner().invoke(app, ["plan", "--model", str(KIMI_CONFIG), "--gpus", "8xh100-80", flag, value])
     assert done.exit_code == 2 and flag in done.output
