@@ -91,7 +91,7 @@ class WorkerSizes:
     max_batch: int | None = option("Sequences in one step; default: 64.", least=1)
     step_tokens: int | None = option("Rows of one step, prefill chunks included; default: 512.", least=1)
     max_context_tokens: int | None = option(
-        "Longest prompt and answer; default: what the KV cache holds.", least=1
+        "Longest prompt and answer; default: what the KV cache holds.", least=2
     )
     packed_dir: str | None = option(
         "Where workers share packed weights; off = nowhere; default: packed in --run-dir."

@@ -115,7 +115,7 @@ class EngineSettings(WorkerSettings):
         "longest context, prompt and answer; its KV must fit",
         default=None,
         default_text="the model's, or what the KV cache holds",
-        least=1,
+        least=2,  # a token of each
     )
     step_tokens: int = setting(
         "rows of one step, prefill chunks included", default=512, least=1, most=MAX_STEP_TOKENS
