@@ -11,7 +11,7 @@ from pathlib import Path
 
 from libs.common.cluster.worker_record import Role
 from libs.common.etcd.access import EtcdAccess
-from libs.common.runtime.settings import check_peers
+from libs.common.runtime.settings import check_peers, checked_value, rows
 from libs.common.transport.open import TransportChoice
 from libs.common.worker_bounds import MAX_CONFIG_BYTES
 from libs.engine.model_spec.config import load_config
@@ -19,7 +19,8 @@ from libs.engine.parallel.limits import group_refusals
 from libs.engine.parallel.sizes import check_sizes, parse_sizes
 from services.decode.settings import DecodeSettings
 from services.router.metering.key_limits import check_limits
-from services.router.metering.price_list import read_prices
+from services.router.metering.price_list import find_price, read_prices
+from services.router.settings import RouterSettings, parse_model_names
 from slipstream.credentials.api_key_file import read_key_file, read_keys
 from slipstream.credentials.bounded_file import read_bounded, read_bounded_text
 from slipstream.credentials.certificates import TlsFault, check_authority
@@ -73,6 +74,7 @@ def check_config(config: ClusterConfig) -> None:
     if config.http is not None and config.http == config.grpc:
         raise InvalidArgument("--grpc", f"is {config.http}, as --http: the two need different ports")
     _check_transport(config)
+    _check_router_settings(config)
     _check_access(config)
     _check_open_ports(config)
     _check_space(config)
@@ -195,9 +197,29 @@ def _check_keys_and_prices(config: ClusterConfig) -> None:
         raise InvalidArgument("--api-keys", f"{keys}: {error}") from None
     try:
         if prices is not None:
-            read_prices(prices)
+            find_price(read_prices(prices), _model_names(config))
     except ValueError as error:
         raise InvalidArgument("--prices", str(error)) from None
+
+
+def _model_names(config: ClusterConfig) -> list[str]:
+    """The names of the served model, as routers have them."""
+    if config.served_model_name:
+        return parse_model_names(config.served_model_name)
+    return [Path(os.path.realpath(config.model)).name]
+
+
+def _check_router_settings(config: ClusterConfig) -> None:
+    """Refuse values that every router would refuse."""
+    known = rows(RouterSettings)
+    for name in ("served_model_name", "allowed_hosts", "cors_origins"):
+        value = getattr(config, name)
+        try:
+            if value is not None:
+                checked_value(known[name], known[name].flag, value)
+        except ValueError as error:
+            flag, _, reason = str(error).partition(": ")
+            raise InvalidArgument(flag, reason) from None
 
 
 def _check_open_ports(config: ClusterConfig) -> None:

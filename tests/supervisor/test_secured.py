@@ -161,6 +161,8 @@ async def test_wrong_access_is_refused_by_the_name_of_its_flag(tmp_path: Path) -
     empty.write_text("\n")
     free = tmp_path / "free.toml"
     free.write_text("model = []\n")
+    prices = tmp_path / "prices.toml"
+    prices.write_text('currency = "USD"\n[[model]]\nname = "a"\ninput = 1\noutput = 1\n')
     spending = tmp_path / "spending.toml"
     add_key(spending, name="a", tenant="anna", limits=RateLimits(spend_per_day=10**12))
     binary = tmp_path / "binary"
@@ -175,6 +177,11 @@ async def test_wrong_access_is_refused_by_the_name_of_its_flag(tmp_path: Path) -
         ({"prices": tmp_path / "missing"}, "--prices: .*missing: cannot be read: No such file"),
         ({"prices": keys}, "--prices: .*keys.toml: is not TOML"),
         ({"prices": free}, r"--prices: .*free.toml: currency must be a code of three letters"),
+        ({"prices": prices}, "--prices: .*prices.toml: has no price of the model model$"),
+        ({"prices": prices, "served_model_name": "b,c"}, "--prices: .*: has no price of the model b$"),
+        ({"served_model_name": "b,b"}, "--served-model-name: 'b,b' is not NAME"),
+        ({"allowed_hosts": "???"}, "--allowed-hosts: '\\?\\?\\?' is not a host name"),
+        ({"cors_origins": "page"}, "--cors-origins: 'page' is not SCHEME://HOST"),
         ({"api_keys": spending}, "--api-keys: .*spending.toml: limits of spend need a router's --prices"),
         (
             {"etcd_password_file": tmp_path / "missing", **user},

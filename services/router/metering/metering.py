@@ -14,7 +14,7 @@ from services.router.admission.tenant_shares import TenantSlots
 from services.router.admission.types import AdmissionRequest
 from services.router.metering.limit_headers import anthropic_headers, openai_headers
 from services.router.metering.limiter import LimitedUse, Limiter, LimitSource, Reservation
-from services.router.metering.price_list import PriceList, TokenPrice
+from services.router.metering.price_list import PriceList, TokenPrice, find_price
 from services.router.metering.usage_ledger import UsageLedger
 from services.router.metering.usage_query import UsageQuery
 from services.router.metering.usage_store import UsageCounts, UsageKey, UsageSum
@@ -98,10 +98,7 @@ class Metering:
 
     def set_prices(self, prices: PriceList) -> None:
         """Let these prices count for requests that begin from now on. Raises ValueError."""
-        price = prices.of(self._names)
-        if price is None:
-            raise ValueError(f"{prices.source}: has no price of the model {self._names[0]}")
-        self.price = price
+        self.price = find_price(prices, self._names)
 
     def begin(self, caller: Caller, ask: AdmissionRequest, *, counts_prompt: bool = True) -> MeteredRequest:
         """Take what a request needs of its limits. Raises RateLimited, QuotaExceeded."""

@@ -100,6 +100,14 @@ def read_prices(path: Path) -> PriceList:
     return parse_prices(read_bounded_text(path, max_bytes=MAX_PRICE_FILE_BYTES), source=str(path))
 
 
+def find_price(prices: PriceList, names: Sequence[str]) -> TokenPrice:
+    """The price of a model that has these names. Raises ValueError without one."""
+    price = prices.of(names)
+    if price is None:
+        raise ValueError(f"{prices.source}: has no price of the model {names[0]}")
+    return price
+
+
 def _price(table: Any, currency: str) -> tuple[str, TokenPrice]:
     """The name and the price of one table. Raises ValueError that begins with the field."""
     if not isinstance(table, Mapping):
