@@ -76,13 +76,14 @@ async def test_a_refused_call_states_the_limits_of_its_key(cluster: FakeCluster,
         open_router(cluster, card, keys=keys(laptop=limits)) as router,
         grpc.aio.insecure_channel(router.host.endpoint) as channel,
     ):
-        generate: Any = channel.unary_stream("/slipstream.v1.RouterService/Generate")
-        for data in (
-            b"\xff",  # no message of this method
-            _refused(n=1, sampling=router_pb2.Sampling(temperature=-1)),
-            _refused(n=2, output=router_pb2.OutputFormat(json_schema='{"divisibleBy": 3}')),
+        generate: Any = channel.stream_stream("/slipstream.v1.RouterService/Generate")
+        for messages in (
+            [],
+            [b"\xff"],  # no message of this method
+            [_refused(n=1, sampling=router_pb2.Sampling(temperature=-1))],
+            [_refused(n=2, output=router_pb2.OutputFormat(json_schema='{"divisibleBy": 3}'))],
         ):
-            call = generate(data, metadata=(("x-api-key", "laptop"),))
+            call = generate(iter(messages), metadata=(("x-api-key", "laptop"),))
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await call.read()
             assert isinstance(from_rpc_error(refused.value), InvalidArgument)

@@ -125,6 +125,7 @@ class GrpcServer:
         record.tenant = self.callers.tenant(context)
         record.key_name = self.callers.key_name(context)
         note_failure(record, error)
+        self._state_limits(record, context)
         self._access_log.end(record, duration_s=self.clock() - began_s)
 
     def unary(self, name: str, method: UnaryMethod, kind: Any) -> grpc.RpcMethodHandler[Any, Any]:
