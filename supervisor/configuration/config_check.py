@@ -108,7 +108,7 @@ def _check_model(flag: str, path: Path) -> None:
 def _check_cut(role: Role, config: ClusterConfig) -> None:
     """Refuse what a worker would refuse as --parallel, on its device."""
     text, name = config.parallel(role), config.parallel_name(role)
-    if text is None:
+    if text is None or not config.counts()[role]:
         return
     sizes = parse_sizes(text, name)
     refusals = group_refusals(

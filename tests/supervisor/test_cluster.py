@@ -200,6 +200,8 @@ async def test_cuts_that_no_worker_runs_are_refused_before_anything_starts(fake:
     await wrong_flag(fake, split, **cuda, decode_parallel="kv=2")
     moved = "--prefill-parallel: dp=2 moves sequences between ranks, whose KV pages are separate on cuda:2"
     await wrong_flag(fake, moved, **cuda, prefill_parallel="dp=2")
+    # Of workers that do not run, nothing is asked.
+    config_check.check_config(fake.but(**shipped, **of_file, decode=0, etcd="127.0.0.1:1"))
     captured = f"{named}: 'graphs' captures steps of one process"
     await wrong_flag(fake, captured, **cuda, **of_file, decode_steps="graphs")
 
