@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
-import gc
 import os
 import random
 import struct
@@ -32,6 +31,7 @@ from services.kvstore.disk.table.block import DiskBlock
 from services.kvstore.disk.tier import DiskTier
 from services.kvstore.dram.slots import Slot
 from slipstream.errors import DataCorrupt, FailedPrecondition, Unavailable
+from tests.support.processes.open_files import open_files
 
 N_SLOTS = 12
 MOST_AT_DISK = 16  # reads, as in the library
@@ -84,8 +84,7 @@ class Rig:
 
 @pytest.mark.parametrize("with_ring", [True, False])
 async def test_native_reads_return_each_block_or_its_own_error(tmp_path: Path, with_ring: bool) -> None:
-    gc.collect()  # else what other tests left is closed meanwhile
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     rig = Rig(tmp_path, with_ring=with_ring)
     for numbers in ([3], [0, 1, 2, 3, 4, 5], [11, 2, 7, 3, 8, 9, 10, 2], list(range(N_SLOTS))):
         assert await rig.read(numbers) == [None] * len(numbers)
@@ -102,7 +101,7 @@ async def test_native_reads_return_each_block_or_its_own_error(tmp_path: Path, w
     assert ended[:2] == [None, None]
     assert all(isinstance(each, OSError) and each.errno == errno.EIO for each in ended[2:])
     rig.close()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not open_files() - before
 
 
 @pytest.mark.parametrize("with_ring", [True, False])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
-import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from slipstream.errors import Unavailable
 from tests.kvstore.disk.memory_disk import MemoryDisk
 from tests.kvstore.disk.native.native_disk import native_writer
 from tests.kvstore.disk.table_check import check_table
+from tests.support.processes.open_files import open_files
 
 N_SLOTS = 8
 SEGMENT_BYTES = N_SLOTS * 2 * PAGE_BYTES
@@ -85,7 +85,7 @@ class Rig:
 
 async def test_a_group_is_written_in_runs_and_headers_follow_a_sync() -> None:
     gc.collect()  # readers of earlier tests close their descriptors when they are collected
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     rig = Rig()
     places = [(0, 5), (0, 1), (1, 3), (0, 2), (0, 7), (1, 0), (0, 0)]
     assert await rig.write(*places) == [None] * len(places)
@@ -98,7 +98,7 @@ async def test_a_group_is_written_in_runs_and_headers_follow_a_sync() -> None:
     assert sorted(kinds[7:-2], key=str) == [1, 1, 1, 1, 3]
     assert rig.files.n_syncs == 4
     rig.close()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not open_files() - before
 
 
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
