@@ -163,7 +163,8 @@ class GenerateMethod:
             await choices.start()
             request_id = choices.first.request_id
             answer.prompt = await self._prompt_text(call, caller)
-            await self._send_limits(self._limits(caller), context)
+            with ending_with_call():
+                await context.send_initial_metadata(answer.metadata(request_id, self._limits(caller)))
             while (item := await choices.next_events()) is not None:
                 index, events = item
                 response = answer.response(events, index)
@@ -176,13 +177,6 @@ class GenerateMethod:
             watch.cancel()
             context.set_trailing_metadata(answer.metadata(request_id, self._limits(caller)))
             choices.end()
-
-    @staticmethod
-    async def _send_limits(limits: Mapping[str, str], context: Context) -> None:
-        """State the limits before the first token. Without any, the first response carries the metadata."""
-        if limits:
-            with ending_with_call():
-                await context.send_initial_metadata(tuple(limits.items()))
 
     def _limits(self, caller: Caller) -> Mapping[str, str]:
         """What the limits of the caller's key and tenant leave; nothing where there are none."""
@@ -222,7 +216,8 @@ class GenerateMethod:
         release = asyncio.get_running_loop().call_later(_MAX_START_WAIT_S, run.sink.release_start)
         watch = WriteWatch(context, run, stall_s=self.write_stall_s, reset_s=self.reset_s)
         try:
-            await self._send_limits(limits, context)
+            with ending_with_call():
+                await context.send_initial_metadata(answer.metadata(run.request_id, limits))
             while events := await run.sink.next_events():
                 if keep is not None:
                     await keep(events)

@@ -45,29 +45,28 @@ async def keyed(cluster: FakeCluster, card: ModelCard) -> AsyncIterator[grpc.aio
 async def call(
     channel: grpc.aio.Channel, method: str, data: bytes, *metadata: tuple[str, str]
 ) -> tuple[str, str, errors.SlipstreamError | None]:
-    """The request ids in the first event of Generate and in the trailing metadata, and the error."""
+    """The request ids in the initial and in the trailing metadata, and the error."""
     path = f"/slipstream.v1.RouterService/{method}"
     begin: Any = channel.unary_stream(path)
     running = begin(data, metadata=metadata, timeout=60)
-    started, error = "", None
+    error = None
     try:
-        async for part in running:
-            if method == "Generate" and not started:
-                started = router_pb2.GenerateResponse.FromString(part).events[0].started.request_id
+        async for _ in running:
+            pass
     except grpc.aio.AioRpcError as raised:
         error = from_rpc_error(raised)
-    trailing = dict(await running.trailing_metadata())
-    return started, trailing.get("x-request-id", ""), error
+    initial, trailing = dict(await running.initial_metadata()), dict(await running.trailing_metadata())
+    return initial.get("x-request-id", ""), trailing.get("x-request-id", ""), error
 
 
 @pytest.mark.parametrize("method", CALLS)
 async def test_every_answer_has_a_request_id(cluster: FakeCluster, card: ModelCard, method: str) -> None:
     data = CALLS[method].SerializeToString()
     async with keyed(cluster, card) as channel:
-        started, first, error = await call(channel, method, data, KEY)
+        initial, first, error = await call(channel, method, data, KEY)
         _, second, _ = await call(channel, method, data, KEY)
         assert error is None and is_request_id(first) and first != second
-        assert started == (first if method == "Generate" else "")
+        assert initial == (first if method == "Generate" else "")
         assert (await call(channel, method, data, KEY, CHOSEN))[1:] == (CHOSEN[1], None)
         for metadata, sent in (((), data), ((KEY,), b"\xff")):  # no key; no message of this method
             _, given, error = await call(channel, method, sent, *metadata)
