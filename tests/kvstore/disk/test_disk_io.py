@@ -20,6 +20,7 @@ from services.kvstore.disk.segments.restore import PROGRESS_S, open_disk
 from services.kvstore.disk.tier import DiskTier
 from slipstream.errors import FailedPrecondition
 from tests.kvstore.disk.memory_disk import MemoryDisk
+from tests.support.processes.open_files import open_files
 
 N_BLOCKS = 40
 BLOCK_BYTES = 3 * PAGE_BYTES - 100
@@ -100,14 +101,7 @@ async def test_files_are_buffered_with_a_warning_where_direct_io_is_refused(
         messages
         == [f"disk tier: the filesystem of {tmp_path / 'kv'} refuses direct I/O: files are buffered"] * 2
     )
-    assert not [name for name in os.listdir("/proc/self/fd") if "segment-" in _target(name)]
-
-
-def _target(name: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{name}")
-    except OSError:
-        return ""
+    assert not [target for _, target in open_files() if "segment-" in target]
 
 
 async def test_a_scan_logs_its_progress_and_its_result(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,6 +20,7 @@ from services.kvstore.disk.health import DiskState
 from services.kvstore.disk.segments.io import DiskIo, SystemDiskIo
 from services.kvstore.disk.tier import DiskTier
 from tests.kvstore.disk.table_check import check_table
+from tests.support.processes.open_files import open_files
 
 SMALL_BYTES, LARGER_BYTES = 6 << 20, 12 << 20
 
@@ -106,7 +107,7 @@ async def test_a_tier_on_a_full_filesystem_keeps_its_blocks_and_grows_later(smal
             number += 1
     check_table(tier.table)
     tier.close()
-    assert not [name for name in os.listdir("/proc/self/fd") if _leads_to(name, small_disk.directory)]
+    assert not [target for _, target in open_files() if target.startswith(str(small_disk.directory))]
 
 
 def test_a_disk_budget_refuses_writes_beyond_it(tmp_path: Path) -> None:
@@ -119,10 +120,3 @@ def test_a_disk_budget_refuses_writes_beyond_it(tmp_path: Path) -> None:
     io.fallocate(fds[1], PAGE_BYTES)
     for fd in fds:
         io.close(fd)
-
-
-def _leads_to(name: str, directory: Path) -> bool:
-    try:
-        return os.readlink(f"/proc/self/fd/{name}").startswith(str(directory))
-    except OSError:
-        return False
