@@ -42,7 +42,7 @@ def etcd_command(
     """The command line of a single local member.
 
     The timers suit one member without a network: it elects itself in 0.2 s instead of 1 s. Each write is
-    committed by itself (ADR 0035): etcd 3.5.0 to 3.5.2 otherwise may lose an acknowledged one when killed.
+    committed by itself (ADR 0001): etcd 3.5.0 to 3.5.2 otherwise may lose an acknowledged one when killed.
     """
     client_url = f"http://127.0.0.1:{client_port}"
     peer_url = f"http://127.0.0.1:{peer_port}"

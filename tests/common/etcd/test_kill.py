@@ -1,4 +1,4 @@
-"""Writes that a killed etcd acknowledged exist after its restart (ADR 0035)."""
+"""Writes that a killed etcd acknowledged exist after its restart (ADR 0001)."""
 
 from __future__ import annotations
 
