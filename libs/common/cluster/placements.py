@@ -6,7 +6,7 @@
     placements.put(session, placement)         # seen by `get` at once, by other routers a moment later
 
 A placement is a hint of where KV is, and claims nothing. Two routers may run requests of a session at the
-same time, and the later record counts (ADR 0065).
+same time, and the later record counts (ADR 0006).
 
 Each router watches the prefix of the records, so it knows all placements, even after a restart. Changes are
 coalesced and written in batches by compare-and-swap on the epoch, each session at most once a second; see
