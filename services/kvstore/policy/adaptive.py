@@ -1,10 +1,10 @@
 """Which block of a tier goes when room is needed, and which is not worth taking in. Pure.
 
 Several well-known policies run as simulated caches beside each other, and hits give each a weight
-(docs/adr/0010-choose-eviction-policy-by-shadow-caches.md). A block is worth the weights of the caches that
-hold it; the tier evicts what is worth least. Above SIMULATED_BLOCKS they see a sample by hash at a capacity
-that is as much smaller (miniature simulation: Waldspurger, Saemundsson, Ahmad and Park, USENIX ATC 2017), and
-the tier follows one cache beside them, of the leader's policy.
+(ADR 0010). A block is worth the weights of the caches that hold it; the tier evicts what is worth least.
+Above SIMULATED_BLOCKS they see a sample by hash at a capacity that is as much smaller (miniature simulation:
+Waldspurger, Saemundsson, Ahmad and Park, USENIX ATC 2017), and the tier follows one cache beside them, of the
+leader's policy.
 
     want      a request wanted a chain            -> the simulated caches serve it and are weighed
     offer     blocks are there to be stored       -> those that are worth what must go for them

@@ -22,7 +22,7 @@ from tests.support.fixture_dirs import lasting_dir
 
 READ = "slipstream_kvstore_hits_dram_total"
 MAX_TOKENS = 20
-# In bf16 the short piece behind a restored prefix may decide a near tie otherwise (ADR 4).
+# In bf16 the short piece behind a restored prefix may decide a near tie otherwise (ADR 0004).
 EXACT: Final = "float32"
 NUMBERS = itertools.count()
 
