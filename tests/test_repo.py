@@ -249,6 +249,25 @@ def test_a_decision_is_short() -> None:
     assert {name: n for name, n in words.items() if n > MAX_DECISION_WORDS} == {}
 
 
+def test_the_table_of_decisions_names_every_page() -> None:
+    pages = [path for path in sorted(ROOT.glob("docs/adr/0*.md")) if path.name != "0000-template.md"]
+    heads = [path.read_text().split("\n", 1)[0] for path in pages]
+    table = (ROOT / "docs/adr/README.md").read_text()
+    rows = re.findall(r"^\| (\d{4}) \| (.+?) \|", table, flags=re.MULTILINE)
+    assert [f"# {number}: {title}" for number, title in rows] == heads
+    assert [path.name[:4] for path in pages] == [number for number, _ in rows]
+
+
+def test_every_reference_to_a_decision_has_its_page() -> None:
+    numbers = {int(path.name[:4]) for path in ROOT.glob("docs/adr/0*.md")}
+    suffixes = {".py", ".md", ".proto", ".toml", ".yaml", ".yml", ".c", ".h", ".js", ".sh"}
+    readers = [path for path in _tracked() if path.suffix in suffixes or path.name == "Makefile"]
+    pattern = re.compile(r"(?:\bADR |docs/adr/)(\d+)")
+    named = {(int(n), path.name) for path in readers for n in pattern.findall(path.read_text())}
+    assert len(named) > 20
+    assert sorted((n, name) for n, name in named if n not in numbers) == []
+
+
 @pytest.mark.parametrize("page", MAX_WORDS)
 def test_a_page_has_at_most_so_many_words(page: str) -> None:
     """The lines of tables are no words."""
