@@ -1,4 +1,4 @@
-"""The size of a worker's KV cache where no flag states it: from the model and the memory it may take."""
+"""The size of a worker's KV cache: what a flag states, or from the model and the memory it may take."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HELD_BYTES = {"float32": 4, "bfloat16": 2, "float16": 4}
 _SHARE = 0.5
 
 
-def default_kv_bytes(
+def kv_cache_size(
     model_dir: Path,
     memory: CardMemory | HostMemory,
     *,
@@ -30,12 +30,17 @@ def default_kv_bytes(
     sizes: ParallelSizes | None = None,
     decode_steps: DecodeStepRoom | None = None,
     draft_head_bytes: int = 0,
+    stated_bytes: int | None = None,
 ) -> int:
-    """`decode_steps`: of a worker whose decode steps are graphs; `draft_head_bytes`: of its draft head and
+    """The bytes of the cache. A stated size on the host is returned as it is: `build_engine` checks it there.
+
+    `decode_steps`: of a worker whose decode steps are graphs; `draft_head_bytes`: of its draft head and
     of what makes features. Both are of a device.
 
     Raises InvalidArgument for an unusable config.json or too little memory. No vision tower is loaded.
     """
+    if stated_bytes is not None and isinstance(memory, HostMemory):
+        return stated_bytes
     config = load_config(model_dir)
     shape = replace(read_shape(model_dir), vision_bytes=0)
     if isinstance(memory, CardMemory):
@@ -50,6 +55,7 @@ def default_kv_bytes(
         max_context_tokens=max_context_tokens,
         sizes=sizes or ParallelSizes(),
         held=HeldForm(_HELD_BYTES[weights], _HELD_BYTES[kv]),
+        stated_bytes=stated_bytes,
     )
 
 

@@ -218,7 +218,7 @@ def _torch(
     from libs.engine.core.build import EngineOptions, build_engine
     from libs.engine.kernels.device import free_device_bytes
     from libs.planner.decode_room import DecodeStepRoom
-    from libs.worker.process.kv_size import default_kv_bytes, worker_memory
+    from libs.worker.process.kv_size import kv_cache_size, worker_memory
 
     memory = worker_memory(
         options.memory_bytes,
@@ -232,8 +232,7 @@ def _torch(
     return build_engine(
         model_dir,
         EngineOptions(
-            kv_memory_bytes=options.kv_memory_bytes
-            or default_kv_bytes(
+            kv_memory_bytes=kv_cache_size(
                 model_dir,
                 memory,
                 max_batch=options.max_batch,
@@ -243,6 +242,7 @@ def _torch(
                 sizes=parallel,
                 decode_steps=None if decode_steps == "plain" else room,
                 draft_head_bytes=head.local + head.features,
+                stated_bytes=options.kv_memory_bytes,
             ),
             device=options.device,
             memory_bytes=options.memory_bytes,

@@ -25,7 +25,7 @@ from libs.planner.model_shape import ModelShape
 from libs.planner.plan import make_plan
 from libs.planner.read_shape import read_shape
 from libs.worker.process import kv_size
-from libs.worker.process.kv_size import default_kv_bytes, worker_memory
+from libs.worker.process.kv_size import kv_cache_size, worker_memory
 from libs.worker.process.settings import DecodeStepsName, ModelUnusable, engine_builder
 from services.decode.settings import DecodeSettings
 from slipstream.errors import InvalidArgument
@@ -53,7 +53,7 @@ def size(
     parallel: str = "tp=1",
     max_context_tokens: int | None = None,
 ) -> int:
-    return default_kv_bytes(
+    return kv_cache_size(
         model_dir,
         memory,
         max_batch=max_batch,
@@ -72,6 +72,34 @@ def test_the_cache_holds_two_whole_contexts_in_its_dtype(tmp_path: Path) -> None
     assert size(tmp_path, BIG, weight_dtype="float32") == 4 * values
 
 
+def test_a_stated_cache_leaves_a_device_room_for_its_steps(tmp_path: Path) -> None:
+    """The most that works is what the plan leaves; the engine checks a stated size on the host."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Moonlight"]))
+    memory, steps = CardMemory(60 << 30), DecodeStepRoom(max_batch=512)
+
+    def stated(n_bytes: int, memory: CardMemory | HostMemory = memory) -> int:
+        return kv_cache_size(
+            tmp_path,
+            memory,
+            max_batch=1 << 16,
+            weight_dtype="auto",
+            kv_dtype="auto",
+            decode_steps=steps,
+            stated_bytes=n_bytes,
+        )
+
+    with pytest.raises(InvalidArgument, match="the most that works is") as refusal:
+        stated(60 << 30)
+    most = int(refusal.value.message.rsplit(" ", 1)[1])
+    assert stated(most) == most and stated(1 << 20) == 1 << 20
+    with pytest.raises(InvalidArgument, match="kv_memory_bytes"):
+        stated(most + 1)
+    assert stated(60 << 30, HostMemory(1)) == 60 << 30
+    shape = loaded_shape(tmp_path)
+    tight = CardMemory(shape.weights_bytes + memory.overhead_bytes + steps.n_bytes(shape) + (2 << 20))
+    assert stated(1 << 20, tight) == 1 << 20, "fewer tokens than a worker takes by itself"
+
+
 def memory_of(
     monkeypatch: pytest.MonkeyPatch, *, free: int | None = None, **given: Any
 ) -> CardMemory | HostMemory:
@@ -83,7 +111,7 @@ def memory_of(
         raise InvalidArgument("stop", "here")
 
     monkeypatch.setattr(device, "free_device_bytes", lambda name: free)
-    monkeypatch.setattr(kv_size, "default_kv_bytes", take)
+    monkeypatch.setattr(kv_size, "kv_cache_size", take)
     with pytest.raises(ModelUnusable, match="stop"):
         engine_builder(DecodeSettings(instance="d", model=Path("m"), **given), LoadProgress())()
     return taken[0]
@@ -178,7 +206,7 @@ def test_the_cache_leaves_room_for_decode_steps_as_graphs(tmp_path: Path) -> Non
     memory = CardMemory(card.visible_bytes)
 
     def kv_bytes(memory: CardMemory | HostMemory, steps: DecodeStepRoom | None) -> int:
-        return default_kv_bytes(
+        return kv_cache_size(
             tmp_path, memory, max_batch=1 << 9, weight_dtype="auto", kv_dtype="auto", decode_steps=steps
         )
 
@@ -194,7 +222,7 @@ def test_the_cache_leaves_room_for_a_draft_head_on_the_device(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(MODELS["Moonlight"]))
 
     def kv_bytes(memory: CardMemory | HostMemory, head_bytes: int) -> int:
-        return default_kv_bytes(
+        return kv_cache_size(
             tmp_path, memory, max_batch=512, weight_dtype="auto", kv_dtype="auto", draft_head_bytes=head_bytes
         )
 
@@ -218,7 +246,7 @@ def test_a_worker_states_the_room_of_a_local_head(
 
     write_random_head(tmp_path, RandomHead())
     monkeypatch.setattr(device, "free_device_bytes", lambda name: 1 if name == "cuda" else None)
-    monkeypatch.setattr(kv_size, "default_kv_bytes", take)
+    monkeypatch.setattr(kv_size, "kv_cache_size", take)
     settings = DecodeSettings(
         instance="d", model=Path("m"), draft_model=tmp_path, device=name, max_batch=7, drafter=place
     )
@@ -241,7 +269,7 @@ def test_a_worker_states_the_room_of_its_decode_steps(
 
     write_random_head(tmp_path, RandomHead())
     monkeypatch.setattr(device, "free_device_bytes", lambda name: 1)
-    monkeypatch.setattr(kv_size, "default_kv_bytes", take)
+    monkeypatch.setattr(kv_size, "kv_cache_size", take)
     settings = DecodeSettings(instance="d", model=Path("m"), draft_model=tmp_path, device="cuda", max_batch=7)
     name = cast(DecodeStepsName, steps)
     with pytest.raises(ModelUnusable, match="stop"):
