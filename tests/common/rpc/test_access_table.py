@@ -32,14 +32,16 @@ def markdown_tables() -> str:
             for column in CallerClass
         ]
         lines.append(f"| `{service.rpartition('.')[2]}` | " + " | ".join(cells) + " |")
-    lines += ["", "| HTTP | route | class |", "| --- | --- | --- |"]
+    lines += ["", "| HTTP | class | routes |", "| --- | --- | --- |"]
     ports = {
         "router, public": HTTP_CLASSES,
         "every service, admin": HTTP_SERVICE_CLASSES,
         "router, admin": HTTP_ROUTER_CLASSES,
     }
     for port, routes in ports.items():
-        lines += [f"| {port} | `{route}` | {kind} |" for route, kind in routes.items()]
+        for column in CallerClass:
+            named = ", ".join(f"`{route}`" for route, kind in routes.items() if kind is column)
+            lines += [f"| {port} | {column} | {named} |"] if named else []
     return "\n".join(lines) + "\n"
 
 
