@@ -5,8 +5,9 @@ python scripts/gen_checkpoint_keys.py
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,14 @@ from libs.engine.model_spec.config_section import KeyTable
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "checkpoints.md"
 _MARK = "<!-- Made by `python scripts/gen_checkpoint_keys.py` from here on; do not edit. -->\n"
+_MODELS = (
+    known_keys.TEXT_KEYS,
+    known_keys.MULTIMODAL_KEYS,
+    known_keys.HEAD_KEYS,
+    known_keys.LATENT_HEAD_KEYS,
+    known_keys.BLOCK_HEAD_KEYS,
+)
+_EAGLE_HEADS = (known_keys.HEAD_KEYS, known_keys.LATENT_HEAD_KEYS)
 _SECTIONS: tuple[tuple[str, KeyTable], ...] = (
     ("The text model: the top level, or `text_config`", known_keys.TEXT_KEYS),
     ("The top level around `text_config` (Kimi-K2.5)", known_keys.MULTIMODAL_KEYS),
@@ -33,9 +42,43 @@ _SECTIONS: tuple[tuple[str, KeyTable], ...] = (
 
 
 def render(page: str) -> str:
-    """The page with new tables after the mark."""
+    """The page with new tables after the mark. Keys that several sections treat alike stand in one table."""
     prose = page.partition(_MARK)[0]
-    return prose + _MARK + "".join(_section(title, table) for title, table in _SECTIONS)
+    models = _shared(_MODELS)
+    heads = _without(_shared(_EAGLE_HEADS), models)
+    tables = [
+        ("Both kinds of model and all kinds of draft heads", models),
+        ("Both kinds of EAGLE-3 heads", heads),
+    ]
+    for title, table in _SECTIONS:
+        shared = [of for of, known in ((models, _MODELS), (heads, _EAGLE_HEADS)) if table in known]
+        tables.append((title, functools.reduce(_without, shared, table)))
+    return prose + _MARK + "".join(_section(title, table) for title, table in tables)
+
+
+def _shared(tables: Sequence[KeyTable]) -> KeyTable:
+    """What all of these tables say of the same keys."""
+    first, *others = tables
+    unlike = {key for table in tables for key in table.without_effect}
+    return KeyTable(
+        used=first.used.intersection(*(other.used for other in others)) - unlike,
+        fixed={key: of for key, of in first.fixed.items() if all(o.fixed.get(key) == of for o in others)},
+        without_effect={
+            key: why
+            for key, why in first.without_effect.items()
+            if all(other.without_effect.get(key) == why for other in others)
+        },
+    )
+
+
+def _without(table: KeyTable, shared: KeyTable) -> KeyTable:
+    """The table without the keys of another one."""
+    known = shared.used | set(shared.fixed) | set(shared.without_effect)
+    return KeyTable(
+        used=table.used - known,
+        fixed={key: of for key, of in table.fixed.items() if key not in known},
+        without_effect={key: why for key, why in table.without_effect.items() if key not in known},
+    )
 
 
 def _section(title: str, table: KeyTable) -> str:
@@ -43,7 +86,8 @@ def _section(title: str, table: KeyTable) -> str:
 
 
 def _rows(table: KeyTable) -> Iterator[str]:
-    yield _row(sorted(table.used), "used", "")
+    if table.used:
+        yield _row(sorted(table.used), "used", "")
     for reason, keys in _by_reason({key: reason for key, (_, reason) in table.fixed.items()}):
         values = [" or ".join(map(_value, table.fixed[key][0])) or "null" for key in keys]
         yield _row(keys, "; ".join(values), reason)
