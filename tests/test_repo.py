@@ -28,7 +28,13 @@ DOCS = sorted(
 MAX_FILE_LINES = 400
 MAX_FOLDER_MODULES = 16
 MAX_DECISION_WORDS = 300
-MAX_WORDS = {"README.md": 800, "docs/performance.md": 3000}
+MAX_WORDS = {
+    "README.md": 800,
+    "docs/performance.md": 3000,
+    "CHANGELOG.md": 3000,
+    "ARCHITECTURE.md": 4000,
+    "docs/security.md": 3800,
+}
 MAX_FUNCTION_LINES = 60
 # Files whose functions may be longer, with the reason.
 LONG_FUNCTIONS = {
