@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from bench.chaos.outcome import HTTP, SDK, Outcome, met_a_dead_router
 from bench.request_log import percentiles
 
-# Streams move to other workers within a second or two; a stopped router holds its streams until it goes on.
 SHOWN_WRONG = 5
 
 
@@ -45,7 +44,7 @@ def judge(
 
 
 def report(outcomes: Sequence[Outcome], judged: Judged) -> dict[str, object]:
-    """Counts and percentiles, ready for JSON."""
+    """Counts and percentiles, ready for JSON. Stalls apart: only the SDK leaves a router that is stopped."""
     answered = [each for each in outcomes if not each.error]
     ttfts = [ttft for each in answered if (ttft := each.ttft_s) is not None]
     return {
@@ -57,7 +56,9 @@ def report(outcomes: Sequence[Outcome], judged: Judged) -> dict[str, object]:
         "failed_http": _by_kind(judged.failed_http),
         "failed_http_router_killed": _by_kind(judged.excused_http),
         "refused_http_and_asked_again": sum(each.n_refused for each in outcomes),
-        "stall_s": _with_max([each.stall_s for each in answered]),
+        "stall_s": {
+            api: _with_max([each.stall_s for each in answered if each.api == api]) for api in (SDK, HTTP)
+        },
         "ttft_s": _with_max(ttfts),
     }
 

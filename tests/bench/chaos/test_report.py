@@ -69,7 +69,7 @@ def test_the_report_has_the_longest_stall_of_each_answer() -> None:
     outcomes = [_outcome(), _outcome(error="cut")]
     found = report(outcomes, judge(outcomes, EXPECTED, {}))
     assert found["requests"] == {SDK: 2, HTTP: 0} and found["answered"] == 1
-    assert found["stall_s"] == {"p50": 1.0, "p90": 1.0, "p99": 1.0, "max": 1.0}
+    assert found["stall_s"] == {SDK: {"p50": 1.0, "p90": 1.0, "p99": 1.0, "max": 1.0}, HTTP: {}}
 
 
 def test_growth_is_a_slope_after_the_warm_part() -> None:
