@@ -28,6 +28,7 @@ from libs.common.cluster.exit_reports import REPORTED_ROLES, report_exit, run_na
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.etcd.access import EtcdAccess
 from libs.common.etcd.messages import EtcdRefused, EtcdUnavailable
+from libs.common.service_bounds import DEATH_REPORT_WAIT_S
 from slipstream.cluster_record import ClusterRecord, ProcessRecord, secret_file
 from slipstream.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unauthenticated
 from slipstream.rpc.cluster_secret import ClusterSecret
@@ -271,6 +272,10 @@ class ClusterSupervisor:
             running = [self._processes[p.instance] for p in wave_plans if p.instance in self._processes]
             grace_s = self._config.grace_s
             await asyncio.gather(*(each.stop(grace_s=each.plan.drain_s + grace_s) for each in running))
+        if self._reports:  # without etcd they would be written for longer
+            await asyncio.wait(self._reports, timeout=DEATH_REPORT_WAIT_S)
+        for report in self._reports:
+            report.cancel()
         await asyncio.gather(*self._reports, return_exceptions=True)
         if self._own_launcher is not None:
             self._own_launcher.close()

@@ -102,12 +102,11 @@ MAX_FRUITLESS_ATTEMPTS = 5
 MAX_ATTEMPTS = 200
 QUARANTINE_S = 60.0
 MAX_QUARANTINED = 1024
-# A report of a worker's exit arrives within milliseconds, or never; so do reports of other routers.
-DEATH_REPORT_WAIT_S = 1.0
+DEATH_REPORT_WAIT_S = 1.0  # reports arrive within milliseconds where etcd answers
+EXIT_REPORT_WRITE_S = 30.0
 ATTEMPTS_REPORT_WAIT_S = 0.3
 
-# Ids of one call of /detokenize or Detokenize, which decodes them at once.
-MAX_DECODED_TOKENS = bounds.MAX_MESSAGE_NUMBERS
+MAX_DECODED_TOKENS = bounds.MAX_MESSAGE_NUMBERS  # of one call of /detokenize or Detokenize, at once
 
 # A file of settings. The parser's time grows with the square of the length of a dotted key.
 MAX_CONFIGURATION_BYTES = 64 << 10
@@ -120,8 +119,7 @@ MIN_PREFIX_REF_TOKENS = 1024
 # Memory of a router's prefix index: about 30 bytes a block, for any number of holders.
 MAX_PREFIX_INDEX_BYTES = 512 << 20
 MAX_TENANT_PREFIX_INDEX_BYTES = 256 << 20
-# Sessions whose placement a router without etcd remembers.
-MAX_LOCAL_SESSIONS = 100_000
+MAX_LOCAL_SESSIONS = 100_000  # whose placement a router without etcd remembers
 # Sessions of a tenant whose placements are in etcd: at most 1 KB each, until they expire.
 MAX_TENANT_SESSIONS = 50_000
 # Blocks that a router assumes to be in a worker's prompt cache.
@@ -287,6 +285,7 @@ _TOGETHER: tuple[_Row, ...] = (
     ("Quarantine of a request that crashed workers", f"{QUARANTINE_S:g} s", "refused meanwhile"),
     ("Requests in quarantine, and with strikes", f"{MAX_QUARANTINED} each", "the oldest is forgotten"),
     ("Wait for the exit report of a worker", f"{DEATH_REPORT_WAIT_S:g} s", "the worker counts as crashed"),
+    ("Writing such a report while etcd is unavailable", f"{EXIT_REPORT_WRITE_S:g} s", "there is none"),
     ("Wait for other routers' requests there", f"{ATTEMPTS_REPORT_WAIT_S:g} s", "they had none there"),
     (
         "Prompt cache of a worker: all tenants / one tenant",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from libs.common.cluster.exit_reports import EtcdExitReports, run_name
+from libs.common.cluster.exit_reports import EtcdExitReports, WorkerExit, run_name
 from libs.common.cluster.worker_record import Role
 from libs.common.cluster.worker_service import INCARNATION_VARIABLE
 from libs.common.etcd.client import EtcdClient
@@ -35,7 +35,7 @@ async def status_of(cluster: ClusterSupervisor, instance: str) -> worker_pb2.Get
         return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=60)
 
 
-async def told_of_an_end_by_hand(cluster: ClusterSupervisor, instance: str) -> bool | None:
+async def reported_end_by_hand(cluster: ClusterSupervisor, instance: str) -> WorkerExit:
     """SIGTERM from another process than the supervisor, which reports the run that ended, and how."""
     process = cluster.record().find(instance)
     status = await status_of(cluster, instance)
@@ -44,7 +44,7 @@ async def told_of_an_end_by_hand(cluster: ClusterSupervisor, instance: str) -> b
         assert process.pid is not None
         os.kill(process.pid, signal.SIGTERM)
         run = run_name(Role(process.role), instance, status.incarnation)
-        return await EtcdExitReports(client, wait_s=200).has_crashed(run)
+        return await EtcdExitReports(client, wait_s=200).exit_of(run)
     finally:
         await client.close()
 
@@ -84,7 +84,7 @@ async def test_the_five_services_start_and_stop(
         assert starting == "starting etcd, 1 kvstore, 1 prefill, 1 decode, 1 drafter, 1 router"
         assert not said
         assert [process.role for process in services] == ["kvstore", "prefill", "decode", "drafter", "router"]
-        assert await told_of_an_end_by_hand(cluster, "decode-0") is False
+        assert await reported_end_by_hand(cluster, "decode-0") is WorkerExit.KILLED
         async with asyncio.timeout(60):
             while not said or cluster.record().find("decode-0").state != "ready":
                 await asyncio.sleep(0.02)

@@ -1,7 +1,7 @@
 """Reports of how worker processes ended, in etcd: evidence for the router's quarantine of requests.
 
     await report_exit(client, run, crashed=crashed)         # the supervisor, at once
-    await EtcdExitReports(client).has_crashed(run)          # a router, before it quarantines a request
+    await EtcdExitReports(client).exit_of(run)              # a router, before it quarantines a request
 
 Routers share a worker, and each one sees its own requests alone. So each one reports how many of them ran on
 a worker that crashed. It asks for those of the others before it calls a request the cause.
@@ -15,13 +15,14 @@ import asyncio
 import contextlib
 import json
 import time
+from enum import Enum
 from typing import NamedTuple, Protocol
 from uuid import uuid4
 
 from libs.common.cluster.worker_record import Role
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.messages import ABSENT, EtcdUnavailable, Swap
-from libs.common.service_bounds import ATTEMPTS_REPORT_WAIT_S, DEATH_REPORT_WAIT_S
+from libs.common.service_bounds import ATTEMPTS_REPORT_WAIT_S, DEATH_REPORT_WAIT_S, EXIT_REPORT_WRITE_S
 from slipstream.errors import SlipstreamError
 
 EXITS_PREFIX = "/slipstream/v1/exits/"
@@ -30,6 +31,17 @@ ATTEMPTS_PREFIX = "/slipstream/v1/crashed-attempts/"
 REPORTED_ROLES = (Role.PREFILL, Role.DECODE)
 REPORT_TTL_S = 60
 _POLL_S = 0.05
+# After an outage of etcd a report may come so late: the supervisor reconnects, and writes it then.
+_LATE_S = 10.0
+
+
+class WorkerExit(Enum):
+    """How a worker's process ended, as far as its reports say."""
+
+    CRASHED = "crashed"
+    KILLED = "killed"  # from outside
+    UNREPORTED = "unreported"  # etcd has no report
+    UNKNOWN = "unknown"  # etcd cannot be asked, or could not a moment ago
 
 
 class CrashedAttempts(NamedTuple):
@@ -49,8 +61,8 @@ NO_ATTEMPTS = CrashedAttempts()
 class ExitReports(Protocol):
     """Reports of exits. A worker's key is `role/instance/incarnation`."""
 
-    async def has_crashed(self, worker_key: str) -> bool | None:
-        """Whether the process crashed; None without a report."""
+    async def exit_of(self, worker_key: str) -> WorkerExit:
+        """How the process ended. Never raises."""
         ...
 
     async def report_attempts(self, worker_key: str, ran: CrashedAttempts) -> None:
@@ -65,8 +77,8 @@ class ExitReports(Protocol):
 class NoExitReports:
     """Exit reports where none are made."""
 
-    async def has_crashed(self, worker_key: str) -> bool | None:
-        return None
+    async def exit_of(self, worker_key: str) -> WorkerExit:
+        return WorkerExit.UNREPORTED
 
     async def report_attempts(self, worker_key: str, ran: CrashedAttempts) -> None:
         return
@@ -83,14 +95,20 @@ class EtcdExitReports:
         self._wait_s = wait_s
         self._own = uuid4().hex
 
-    async def has_crashed(self, worker_key: str) -> bool | None:
+    async def exit_of(self, worker_key: str) -> WorkerExit:
+        is_answered = False
         try:
             async with asyncio.timeout(self._wait_s):
                 while (found := await self._client.get(EXITS_PREFIX + worker_key)) is None:
+                    is_answered = True
                     await asyncio.sleep(_POLL_S)
-            return bool(json.loads(found.value)["crashed"])
-        except (TimeoutError, SlipstreamError, ValueError, KeyError, TypeError):
-            return None
+            return WorkerExit.CRASHED if json.loads(found.value)["crashed"] else WorkerExit.KILLED
+        except (ValueError, KeyError, TypeError):
+            return WorkerExit.UNREPORTED
+        except (TimeoutError, SlipstreamError):
+            failed_ago_s = asyncio.get_running_loop().time() - self._client.failed_s
+            is_known = is_answered and failed_ago_s > _LATE_S
+            return WorkerExit.UNREPORTED if is_known else WorkerExit.UNKNOWN
 
     async def report_attempts(self, worker_key: str, ran: CrashedAttempts) -> None:
         key = f"{ATTEMPTS_PREFIX}{worker_key}/{self._own}"
@@ -114,11 +132,11 @@ class EtcdExitReports:
 async def report_exit(client: EtcdClient, run: str, *, crashed: bool) -> None:
     """Report that a run of a worker (see `run_name`) has ended.
 
-    A run has one report, the first, so writing it again after an etcd failure is safe. Retries last as long
-    as routers wait; without etcd there is no report.
+    A run has one report, the first, so writing it again after an etcd failure is safe. It is written up to
+    EXIT_REPORT_WRITE_S later, when etcd is back.
     """
     value = json.dumps({"crashed": crashed}).encode()
-    until_s = time.monotonic() + DEATH_REPORT_WAIT_S
+    until_s = time.monotonic() + EXIT_REPORT_WRITE_S
     while True:
         try:
             lease = await client.grant_lease(REPORT_TTL_S)

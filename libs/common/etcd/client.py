@@ -87,6 +87,11 @@ class EtcdClient:
         await asyncio.gather(self._naming, return_exceptions=True)
         await self._connections.close()
 
+    @property
+    def failed_s(self) -> float:
+        """When etcd last left a call without an answer, on the event loop's clock; -inf: never."""
+        return self._connections.failed_s
+
     async def _follow_name(self, endpoint: str) -> None:
         """Replace the channel when a name that did not resolve does: gRPC may ask two minutes later."""
         if await wait_resolved(endpoint, what="etcd"):

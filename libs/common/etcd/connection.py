@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -32,8 +32,10 @@ _SILENT = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 class Connection:
     """One channel and the time of its last answer. Event loop only."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, *, on_failure: Callable[[], None]) -> None:
+        """`on_failure` is called for each call that the member did not answer."""
         self.channel = channel
+        self._on_failure = on_failure
         self.has_answered = False
         self.heard_s = asyncio.get_running_loop().time()
         self._replaced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -72,6 +74,7 @@ class Connection:
 
     def _heard(self, error: BaseException | None) -> None:
         if isinstance(error, grpc.aio.AioRpcError) and error.code() in _SILENT:
+            self._on_failure()
             return
         self.heard_s = asyncio.get_running_loop().time()
         self.has_answered = True
@@ -109,7 +112,8 @@ class Connections:
         self._probe_timeout_s = PROBE_TIMEOUT_S
         self._source = source
         self._opened_with = source.credentials_version()
-        self.current = Connection(source.open())
+        self._failed_s = float("-inf")
+        self.current = Connection(source.open(), on_failure=self._note_failure)
         self.n_replaced = 0
         self._closing: set[asyncio.Task[None]] = set()
         self._checking = asyncio.create_task(self._check_health(), name="etcd-health-check")
@@ -123,6 +127,11 @@ class Connections:
         for closing in self._closing:
             closing.cancel()
         await asyncio.gather(*self._closing, return_exceptions=True)
+
+    @property
+    def failed_s(self) -> float:
+        """When a call last got no answer, or a silent connection was replaced, on the event loop's clock."""
+        return self._failed_s
 
     def dial_again(self) -> None:
         """Use another channel, where the one in use had no answer yet."""
@@ -168,12 +177,16 @@ class Connections:
     def _replace(self, connection: Connection) -> None:
         log.info("etcd: replacing a connection that does not answer")
         self.n_replaced += 1
+        self._note_failure()
         self._opened_with = self._source.credentials_version()
-        self.current = Connection(self._source.open())
+        self.current = Connection(self._source.open(), on_failure=self._note_failure)
         connection.fail_reads()
         closing = asyncio.create_task(self._close_late(connection.channel))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
+
+    def _note_failure(self) -> None:
+        self._failed_s = asyncio.get_running_loop().time()
 
     async def _close_late(self, channel: grpc.aio.Channel) -> None:
         try:

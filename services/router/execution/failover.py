@@ -46,10 +46,11 @@ class FailoverState:
         task.add_done_callback(self._tasks.discard)
 
     async def _check_ended(self, worker: str) -> None:
-        is_crash, elsewhere = await asyncio.gather(
-            self.exit_reports.has_crashed(worker), self.exit_reports.attempts_elsewhere(worker)
+        ended, elsewhere = await asyncio.gather(
+            self.exit_reports.exit_of(worker), self.exit_reports.attempts_elsewhere(worker)
         )
-        self.quarantine.silence_ended(worker, crashed=is_crash is not False, elsewhere=elsewhere)
+        self.quarantine.record_exit(worker, ended)
+        self.quarantine.silence_ended(worker, crashed=True, elsewhere=elsewhere)
 
     def close(self) -> None:
         """Wait for no more reports: no request runs any more."""
@@ -59,19 +60,18 @@ class FailoverState:
     async def check_exit_reports(self, suspect: Suspect, crashed: str) -> None:
         """Read how `crashed`, which ran the suspect, and the workers of its earlier strikes ended.
 
-        Only a second or later strike waits for the reports. A worker that was killed from outside causes no
-        strike. Other routers get and give the number of their requests on the crashed one.
+        Only a second or later strike waits for the reports. Other routers get and give the number of their
+        requests on the crashed one.
         """
         self.report_crash(crashed)
         if not self.quarantine.is_repeated_strike(suspect, crashed):
             return
         workers = (*suspect.struck_by, crashed)
-        reports = asyncio.gather(*(self.exit_reports.has_crashed(worker) for worker in workers))
+        reports = asyncio.gather(*(self.exit_reports.exit_of(worker) for worker in workers))
         answers, elsewhere = await asyncio.gather(reports, self.exit_reports.attempts_elsewhere(crashed))
         self.quarantine.record_elsewhere(crashed, elsewhere)
-        for worker, has_crashed in zip(workers, answers, strict=True):
-            if has_crashed is False:
-                self.quarantine.record_kill(worker)
+        for worker, ended in zip(workers, answers, strict=True):
+            self.quarantine.record_exit(worker, ended)
 
     def report_crash(self, crashed: str) -> None:
         """Report to the other routers, once, what ran here on a crashed worker."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from libs.common.cluster.exit_reports import (
     CrashedAttempts,
     EtcdExitReports,
     NoExitReports,
+    WorkerExit,
     report_exit,
     run_name,
 )
@@ -33,15 +35,14 @@ async def test_an_exit_report_belongs_to_one_incarnation(etcd: EtcdProcess) -> N
     deaths = EtcdExitReports(client, wait_s=30.0)
     try:
         await report_exit(client, run, crashed=False)
-        assert await deaths.has_crashed(run) is False
+        assert await deaths.exit_of(run) is WorkerExit.KILLED
         await report_exit(client, run, crashed=True)  # a process ends only once
-        assert await deaths.has_crashed(run) is False
-        assert await EtcdExitReports(client, wait_s=0.05).has_crashed(next_run) is None
+        assert await deaths.exit_of(run) is WorkerExit.KILLED
+        assert await EtcdExitReports(client, wait_s=0.5).exit_of(next_run) is WorkerExit.UNREPORTED
         await report_exit(client, next_run, crashed=True)
-        assert await deaths.has_crashed(next_run) is True
-        assert await deaths.has_crashed(run) is False
-        assert await EtcdExitReports(client, wait_s=0.05).has_crashed("decode/decode-0/run-0") is None
-        assert await NoExitReports().has_crashed(run) is None
+        assert await deaths.exit_of(next_run) is WorkerExit.CRASHED
+        assert await deaths.exit_of(run) is WorkerExit.KILLED
+        assert await NoExitReports().exit_of(run) is WorkerExit.UNREPORTED
     finally:
         await client.close()
 
@@ -69,9 +70,33 @@ async def test_an_exit_report_is_written_despite_one_failed_swap(etcd: EtcdProce
     try:
         await report_exit(client, run, crashed=True)
         assert client.lost == 1
-        assert await EtcdExitReports(client, wait_s=30.0).has_crashed(run) is True
+        assert await EtcdExitReports(client, wait_s=30.0).exit_of(run) is WorkerExit.CRASHED
     finally:
         await client.close()
+
+
+@pytest.mark.parametrize("way", ["killed", "stopped"])
+async def test_an_end_during_an_outage_of_etcd_is_unknown_until_its_report_is_written(
+    etcd: EtcdProcess, way: str
+) -> None:
+    """The supervisor goes on trying, and the router knows that etcd was unavailable a moment ago."""
+    run = run_name(Role.DECODE, "decode-0", "run-1")
+    of_supervisor, of_router = EtcdClient([etcd.endpoint], timeout_s=2.0), EtcdClient([etcd.endpoint])
+    soon, late = EtcdExitReports(of_router, wait_s=0.3), EtcdExitReports(of_router, wait_s=60.0)
+    try:
+        assert await EtcdExitReports(of_router, wait_s=5.0).exit_of(run) is WorkerExit.UNREPORTED
+        etcd.kill() if way == "killed" else etcd.suspend()
+        writing = asyncio.create_task(report_exit(of_supervisor, run, crashed=False))
+        assert await soon.exit_of(run) is WorkerExit.UNKNOWN
+        await asyncio.sleep(1.5)  # longer than a router waits
+        etcd.start() if way == "killed" else etcd.resume()
+        assert await late.exit_of(run) is WorkerExit.KILLED
+        await writing
+        other = run_name(Role.DECODE, "decode-0", "run-2")
+        assert await soon.exit_of(other) is WorkerExit.UNKNOWN, "its report may be on its way"
+    finally:
+        await of_supervisor.close()
+        await of_router.close()
 
 
 async def test_routers_report_what_ran_on_a_crashed_worker_to_each_other(

@@ -134,7 +134,7 @@ async def test_an_unanswered_probe_is_ignored_while_other_calls_are_answered(
 
 
 async def test_a_call_on_a_closed_channel_raises_unavailable_instead_of_being_cancelled() -> None:
-    one = Connection(_channel())
+    one = Connection(_channel(), on_failure=lambda: None)
     asked: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     waiting = asyncio.create_task(one.answer_of(asked))
     await asyncio.sleep(0)
@@ -156,7 +156,7 @@ async def test_the_error_of_a_call_that_is_given_up_is_not_logged(is_cancelled: 
         except asyncio.CancelledError:
             raise deadline_exceeded() from None
 
-    silent = Connection(_channel())
+    silent = Connection(_channel(), on_failure=lambda: None)
     asked = asyncio.create_task(silent.answer_of(failing()))
     await asyncio.sleep(0)
     await asyncio.sleep(0)

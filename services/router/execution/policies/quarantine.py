@@ -13,6 +13,8 @@ exactly the same work, so the one that crashes workers does so again almost at o
                   supervisor reports that the worker was killed from outside (cluster/exit_reports.py).
     silence       of a worker is no strike: it may stand still. It becomes one when the process turns out to
                   have ended, for example after a long core dump, unless the request has proven itself since.
+    no etcd       of a worker that ended while etcd could not be asked it is unknown who ended it. Its strike
+                  decides nothing before ALONE_STRIKES.
     other routers share the worker: what they report of a crash counts as run there too, up to the strike
                   before ALONE_STRIKES. From then on the request is judged by this router's requests alone, so
                   that poison at several routers does not hide behind itself.
@@ -32,7 +34,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from libs.common.cluster.exit_reports import NO_ATTEMPTS, CrashedAttempts
+from libs.common.cluster.exit_reports import NO_ATTEMPTS, CrashedAttempts, WorkerExit
 from libs.common.service_bounds import MAX_QUARANTINED, QUARANTINE_S
 from slipstream.errors import Quarantined
 
@@ -96,6 +98,7 @@ class Quarantine:
         # By content: the workers of strikes that no attempt has cleared, and until when they count.
         self._struck: OrderedDict[bytes, tuple[tuple[str, ...], float]] = OrderedDict()
         self._killed: OrderedDict[str, None] = OrderedDict()  # workers that were killed from outside
+        self._unknown: OrderedDict[str, None] = OrderedDict()  # workers of which no report could be read
         self._silent: OrderedDict[str, _Silence] = OrderedDict()  # by worker
 
     @property
@@ -183,11 +186,13 @@ class Quarantine:
         """Whether the crash is a strike after an earlier one, for which exit reports are worth a wait."""
         return suspect.strikes > 0 and self._is_strike(suspect, crashed)
 
-    def record_kill(self, worker: str) -> None:
-        """Record that the worker was killed from outside, which causes no strikes."""
-        self._killed[worker] = None
-        while len(self._killed) > MAX_QUARANTINED:
-            self._killed.popitem(last=False)
+    def record_exit(self, worker: str, ended: WorkerExit) -> None:
+        """Record what reports say of a worker's end. One that was killed from outside causes no strikes."""
+        self._unknown.pop(worker, None)
+        if ended is WorkerExit.KILLED:
+            _add(self._killed, worker)
+        elif ended is WorkerExit.UNKNOWN:
+            _add(self._unknown, worker)
 
     # ---- workers that fall silent
 
@@ -241,7 +246,8 @@ class Quarantine:
             was_alone_with_strikes = ran.struck <= (suspect.strikes > 0)
             suspect.strikes += 1
             suspect.struck_by += (worker,)
-            if suspect.strikes >= _needed(ran, tokens) and (ran.attempts == 1 or was_alone_with_strikes):
+            is_shown = self._has_strikes(suspect, _needed(ran, tokens))
+            if is_shown and (ran.attempts == 1 or was_alone_with_strikes):
                 suspect.is_quarantined = True
                 self._refuse(suspect.content)
             else:
@@ -264,8 +270,8 @@ class Quarantine:
         self._remove(suspect, suspect.workers)
         suspect.strikes += 1
         suspect.struck_by += (crashed,)
-        needed = _needed(ran, suspect.tokens)
-        if suspect.strikes >= needed and (ran.attempts == 1 or was_alone_with_strikes):
+        is_shown = self._has_strikes(suspect, _needed(ran, suspect.tokens))
+        if is_shown and (ran.attempts == 1 or was_alone_with_strikes):
             self._refuse(suspect.content)
             raise Quarantined(_CRASHED.format(suspect.strikes))
         self._keep(suspect)
@@ -273,6 +279,11 @@ class Quarantine:
     def _is_strike(self, suspect: Suspect, crashed: str) -> bool:
         """Whether the crash is a strike. An attempt and its hedge get one strike for one crash."""
         return crashed in suspect.workers and crashed not in suspect.struck_by and crashed not in self._killed
+
+    def _has_strikes(self, suspect: Suspect, needed: int) -> bool:
+        """Whether so many strikes are by workers whose ends are known, or ALONE_STRIKES by any."""
+        n_unknown = sum(worker in self._unknown for worker in suspect.struck_by)
+        return suspect.strikes - n_unknown >= needed or suspect.strikes >= ALONE_STRIKES
 
     def _remove(self, suspect: Suspect, workers: Collection[str]) -> None:
         for worker in workers:
@@ -307,6 +318,13 @@ class Quarantine:
         self._refused_until_s.move_to_end(content)
         while len(self._refused_until_s) > MAX_QUARANTINED:
             self._refused_until_s.popitem(last=False)
+
+
+def _add(workers: OrderedDict[str, None], worker: str) -> None:
+    """Add a worker; the oldest goes where there are too many."""
+    workers[worker] = None
+    while len(workers) > MAX_QUARANTINED:
+        workers.popitem(last=False)
 
 
 def _needed(ran: CrashedAttempts, tokens: int) -> int:

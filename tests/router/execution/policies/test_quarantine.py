@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.common.cluster.exit_reports import CrashedAttempts
+from libs.common.cluster.exit_reports import CrashedAttempts, WorkerExit
 from libs.common.service_bounds import MAX_QUARANTINED, QUARANTINE_S
 from services.router.execution.policies.quarantine import (
     ALONE_STRIKES,
@@ -198,7 +198,7 @@ def test_a_worker_killed_from_outside_is_no_strike(ends: list[tuple[bool, int, b
         quarantine.begin(request, [worker])
         quarantine.observe(request, tokens)
         if not broke and (at_once or quarantine.is_repeated_strike(request, worker)):
-            quarantine.record_kill(worker)
+            quarantine.record_exit(worker, WorkerExit.KILLED)
         broken += broke
         try:
             quarantine.end(request, crashed=worker)
@@ -207,8 +207,39 @@ def test_a_worker_killed_from_outside_is_no_strike(ends: list[tuple[bool, int, b
             break
         assert broken < 2 or (broken == 2 and (tokens > REPEAT_TOKENS or not broke))
         if not broke:
-            quarantine.record_kill(worker)  # the report comes at the latest now
+            quarantine.record_exit(worker, WorkerExit.KILLED)  # the report comes at the latest now
     assert quarantine.unproven == 0
+
+
+@given(st.lists(st.sampled_from(WorkerExit), min_size=1, max_size=2 * ALONE_STRIKES))
+def test_an_end_that_etcd_cannot_explain_decides_nothing_by_itself(ends: list[WorkerExit]) -> None:
+    """A request alone, without tokens: two known crashes decide, or ALONE_STRIKES of both kinds."""
+    quarantine, request, known, unknown = Quarantine(Clock()), Suspect(b"request"), 0, 0
+    for number, ended in enumerate(ends):
+        worker = f"w{number}"
+        quarantine.begin(request, [worker])
+        quarantine.record_exit(worker, ended)
+        known += ended in (WorkerExit.CRASHED, WorkerExit.UNREPORTED)
+        unknown += ended is WorkerExit.UNKNOWN
+        is_due = ended is not WorkerExit.KILLED and (known == STRIKES or known + unknown == ALONE_STRIKES)
+        with pytest.raises(Quarantined) if is_due else contextlib.nullcontext():
+            quarantine.end(request, crashed=worker)
+        if is_due:
+            return
+
+
+@pytest.mark.parametrize("later", [WorkerExit.CRASHED, WorkerExit.KILLED])
+def test_a_late_report_replaces_what_was_unknown(later: WorkerExit) -> None:
+    quarantine, request = Quarantine(Clock()), Suspect(b"request")
+    for worker in "ab":
+        quarantine.begin(request, [worker])
+        quarantine.record_exit(worker, WorkerExit.UNKNOWN)
+        quarantine.end(request, crashed=worker)
+    quarantine.begin(request, ["c"])
+    for worker in "ab":
+        quarantine.record_exit(worker, later)
+    with pytest.raises(Quarantined) if later is WorkerExit.CRASHED else contextlib.nullcontext():
+        quarantine.end(request, crashed="c")
 
 
 def test_a_crash_under_a_hedge_is_a_strike() -> None:
@@ -284,7 +315,7 @@ def test_strikes_of_a_content_are_cleared(way: str) -> None:
     quarantine.begin(request, ["a"])
     quarantine.end(request, crashed="a")
     if way == "killed":
-        quarantine.record_kill("a")
+        quarantine.record_exit("a", WorkerExit.KILLED)
     else:
         quarantine.begin(request, ["b"])
         if way == "proven":

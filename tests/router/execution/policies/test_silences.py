@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libs.common.cluster.exit_reports import WorkerExit
 from services.router.execution.policies.quarantine import PROOF_TOKENS, STRIKES, Quarantine, Suspect
 from services.router.workers.connection import shows_end
 from slipstream.errors import Quarantined
@@ -34,6 +35,16 @@ def test_two_silent_workers_that_end_decide_about_a_lone_request() -> None:
     assert quarantine.unproven == 0
 
 
+def test_ends_after_silence_that_etcd_cannot_explain_decide_nothing() -> None:
+    quarantine, request = Quarantine(lambda: 0.0), Suspect(b"request")
+    silenced(quarantine, request, "a", "b")
+    for worker in "ab":
+        quarantine.record_exit(worker, WorkerExit.UNKNOWN)
+        quarantine.silence_ended(worker, crashed=True)
+    assert request.strikes == 2 and not request.is_quarantined
+    quarantine.check(b"request")
+
+
 def test_a_crash_at_once_and_one_after_silence_count_together() -> None:
     quarantine, poison = Quarantine(lambda: 0.0), Suspect(b"poison")
     silenced(quarantine, poison, "a")
@@ -56,7 +67,7 @@ def test_a_request_is_not_struck(way: str) -> None:
         quarantine.clear_strikes(request)
     for worker in "ab":
         if way == "killed":
-            quarantine.record_kill(worker)
+            quarantine.record_exit(worker, WorkerExit.KILLED)
         quarantine.silence_ended(worker, crashed=way != "answers again")
     assert request.strikes == 0 and not request.is_quarantined and not quarantine._silent
     quarantine.check(b"request")

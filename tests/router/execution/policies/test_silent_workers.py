@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from libs.common.cluster.exit_reports import NoExitReports
+from libs.common.cluster.exit_reports import NoExitReports, WorkerExit
 from services.router.request.model_card import ModelCard
 from slipstream import errors
 from slipstream.async_client import AsyncClient
@@ -23,10 +23,10 @@ class _Unanswered(NoExitReports):
     def __init__(self, asked: asyncio.Event) -> None:
         self._asked = asked
 
-    async def has_crashed(self, worker_key: str) -> bool | None:
+    async def exit_of(self, worker_key: str) -> WorkerExit:
         self._asked.set()
         await asyncio.Event().wait()
-        return None
+        return WorkerExit.UNKNOWN
 
 
 @pytest.mark.parametrize("way", ["connections lost", "a new incarnation", "stood still"])
