@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from bench.faults.fault_load import Answer, mixed_requests
 from libs.common.cluster.worker_record import Role
+from libs.common.service_bounds import DEATH_REPORT_WAIT_S
 from slipstream import errors
 from slipstream.async_client import AsyncClient
 from slipstream.client import Client
@@ -173,12 +175,17 @@ def test_a_lone_stream_outlives_workers_that_others_kill(site: LocalCluster) -> 
         assert stream.reply.text == undisturbed_text
 
 
+@pytest.mark.parametrize("has_etcd", [True, False], ids=["", "without etcd"])
 def test_a_request_alone_is_not_blamed_for_workers_that_are_killed_at_its_first_tokens(
-    site: LocalCluster,
+    site: LocalCluster, *, has_etcd: bool
 ) -> None:
-    """Its worker is killed twice without progress in between; exit reports of the supervisor clear it."""
+    """Its worker is killed twice without progress in between; exit reports of the supervisor clear it.
+
+    While etcd is stopped there are none, and nothing is decided.
+    """
+    etcd = site.pid("etcd")
     with Client(site.routers[0], timeout_s=REQUEST_S) as client:
-        messages = [{"role": "user", "content": "killed from outside at once"}]
+        messages = [{"role": "user", "content": f"killed from outside at once, {has_etcd}"}]
         options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 100, "ignore_eos": True}
         undisturbed_text = client.chat(messages, **options).text
         with site.gate.held(*DECODERS, from_token=3):
@@ -186,11 +193,18 @@ def test_a_request_alone_is_not_blamed_for_workers_that_are_killed_at_its_first_
             tokens = iter(event.completion_tokens for event in stream)
             while next(tokens) < 2:
                 pass
-            for _ in range(2):
-                until(lambda: any(site.sequences(n) for n in DECODERS), what="it runs")
-                running = its_decoder(site)
-                os.kill(site.pid(running), signal.SIGKILL)
-                until(lambda n=running: not site.sequences(n), what="it is gone")  # type: ignore[misc]
+            try:
+                if not has_etcd:
+                    os.kill(etcd, signal.SIGSTOP)
+                for _ in range(2):
+                    until(lambda: any(site.sequences(n) for n in DECODERS), what="it runs")
+                    running = its_decoder(site)
+                    os.kill(site.pid(running), signal.SIGKILL)
+                    until(lambda n=running: not site.sequences(n), what="it is gone")  # type: ignore[misc]
+                if not has_etcd:  # as long as the router waits for a report
+                    time.sleep(2 * DEATH_REPORT_WAIT_S)
+            finally:
+                os.kill(etcd, signal.SIGCONT)
         for _ in tokens:
             pass
         assert stream.reply.text == undisturbed_text
