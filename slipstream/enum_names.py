@@ -84,3 +84,16 @@ def role_name(role: common_pb2.WorkerRole.ValueType) -> str:
 _ROLE_NAMES = {
     value: name.removeprefix("WORKER_ROLE_").lower() for name, value in common_pb2.WorkerRole.items()
 }
+
+
+def failure_code_value(name: str) -> common_pb2.FailureCode.ValueType:
+    """The enum's value for the name of a gRPC status, such as UNAVAILABLE."""
+    return common_pb2.FailureCode.Value(f"FAILURE_CODE_{name}")
+
+
+def failure_code_name(code: common_pb2.FailureCode.ValueType) -> str:
+    """The name of a gRPC status; INTERNAL for the unspecified value and for one of a later contract."""
+    return value_name(common_pb2.FailureCode, code).upper() if code in _FAILURE_CODES else "INTERNAL"
+
+
+_FAILURE_CODES = frozenset(filter(None, common_pb2.FailureCode.values()))

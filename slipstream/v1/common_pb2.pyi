@@ -135,6 +135,56 @@ CACHE_TIER_PEER: CacheTier.ValueType  # 5
 """prefix cache of another prefill worker"""
 Global___CacheTier: _TypeAlias = CacheTier  # noqa: Y015
 
+class _FailureCode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FailureCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FailureCode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FAILURE_CODE_UNSPECIFIED: _FailureCode.ValueType  # 0
+    """gRPC's OK, which is no failure"""
+    FAILURE_CODE_CANCELLED: _FailureCode.ValueType  # 1
+    FAILURE_CODE_UNKNOWN: _FailureCode.ValueType  # 2
+    FAILURE_CODE_INVALID_ARGUMENT: _FailureCode.ValueType  # 3
+    FAILURE_CODE_DEADLINE_EXCEEDED: _FailureCode.ValueType  # 4
+    FAILURE_CODE_NOT_FOUND: _FailureCode.ValueType  # 5
+    FAILURE_CODE_ALREADY_EXISTS: _FailureCode.ValueType  # 6
+    FAILURE_CODE_PERMISSION_DENIED: _FailureCode.ValueType  # 7
+    FAILURE_CODE_RESOURCE_EXHAUSTED: _FailureCode.ValueType  # 8
+    FAILURE_CODE_FAILED_PRECONDITION: _FailureCode.ValueType  # 9
+    FAILURE_CODE_ABORTED: _FailureCode.ValueType  # 10
+    FAILURE_CODE_OUT_OF_RANGE: _FailureCode.ValueType  # 11
+    FAILURE_CODE_UNIMPLEMENTED: _FailureCode.ValueType  # 12
+    FAILURE_CODE_INTERNAL: _FailureCode.ValueType  # 13
+    FAILURE_CODE_UNAVAILABLE: _FailureCode.ValueType  # 14
+    FAILURE_CODE_DATA_LOSS: _FailureCode.ValueType  # 15
+    FAILURE_CODE_UNAUTHENTICATED: _FailureCode.ValueType  # 16
+
+class FailureCode(_FailureCode, metaclass=_FailureCodeEnumTypeWrapper):
+    """FailureCode has the names and numbers of gRPC's status codes. The unspecified and an unknown value mean INTERNAL,
+    unless the failure's reason names a class that the receiver has.
+    """
+
+FAILURE_CODE_UNSPECIFIED: FailureCode.ValueType  # 0
+"""gRPC's OK, which is no failure"""
+FAILURE_CODE_CANCELLED: FailureCode.ValueType  # 1
+FAILURE_CODE_UNKNOWN: FailureCode.ValueType  # 2
+FAILURE_CODE_INVALID_ARGUMENT: FailureCode.ValueType  # 3
+FAILURE_CODE_DEADLINE_EXCEEDED: FailureCode.ValueType  # 4
+FAILURE_CODE_NOT_FOUND: FailureCode.ValueType  # 5
+FAILURE_CODE_ALREADY_EXISTS: FailureCode.ValueType  # 6
+FAILURE_CODE_PERMISSION_DENIED: FailureCode.ValueType  # 7
+FAILURE_CODE_RESOURCE_EXHAUSTED: FailureCode.ValueType  # 8
+FAILURE_CODE_FAILED_PRECONDITION: FailureCode.ValueType  # 9
+FAILURE_CODE_ABORTED: FailureCode.ValueType  # 10
+FAILURE_CODE_OUT_OF_RANGE: FailureCode.ValueType  # 11
+FAILURE_CODE_UNIMPLEMENTED: FailureCode.ValueType  # 12
+FAILURE_CODE_INTERNAL: FailureCode.ValueType  # 13
+FAILURE_CODE_UNAVAILABLE: FailureCode.ValueType  # 14
+FAILURE_CODE_DATA_LOSS: FailureCode.ValueType  # 15
+FAILURE_CODE_UNAUTHENTICATED: FailureCode.ValueType  # 16
+Global___FailureCode: _TypeAlias = FailureCode  # noqa: Y015
+
 @_typing.final
 class Fingerprint(_message.Message):
     """Fingerprint identifies a model and the layout of its KV cache. Two processes exchange KV only when all
@@ -514,10 +564,9 @@ class Failure(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     FIELD_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
-    code: _builtins.str
-    """gRPC status name, such as "UNAVAILABLE" """
+    code: Global___FailureCode.ValueType
     reason: _builtins.str
-    """class name in the error tree (slipstream/errors.py)"""
+    """class name in the error tree (slipstream/errors.py), an open set"""
     message: _builtins.str
     field: _builtins.str
     """the offending field, with INVALID_ARGUMENT"""
@@ -525,7 +574,7 @@ class Failure(_message.Message):
     def __init__(
         self,
         *,
-        code: _builtins.str = ...,
+        code: Global___FailureCode.ValueType = ...,
         reason: _builtins.str = ...,
         message: _builtins.str = ...,
         field: _builtins.str = ...,

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from libs.common.block_hash import chain_hashes
 from slipstream.block_hashes import HASH_BYTES, pack_hashes, unpack_hashes
-from slipstream.v1 import kv_events_pb2, kvstore_pb2
+from slipstream.v1 import common_pb2, kv_events_pb2, kvstore_pb2
 from tests.kvstore.node import FINGERPRINT
 from tests.kvstore.service.tenant_world import BLOCK_BYTES, MAX_BLOCKS, MAX_SOURCES, METHODS, World, payload
 
@@ -167,7 +167,9 @@ class Tenants(RuleBasedStateMachine):
             return
         hashes, pinned = self.tickets[which % len(self.tickets)]
         renewed = self.world.command(renew=kvstore_pb2.RenewPinRequest(lease_id=pinned.lease_id))
-        assert (renewed.failure.code == "NOT_FOUND") == (pinned.lease_id not in self.live)
+        assert (renewed.failure.code == common_pb2.FAILURE_CODE_NOT_FOUND) == (
+            pinned.lease_id not in self.live
+        )
         for block, block_hash in zip(pinned.blocks, hashes, strict=False):
             found = self.world.read(pinned.transport_session, block)
             assert found == payload(block_hash) or (found is None and pinned.lease_id not in self.live)
@@ -176,7 +178,7 @@ class Tenants(RuleBasedStateMachine):
     def guess_ids(self) -> None:
         guess = os.urandom(16).hex()
         renew = kvstore_pb2.RenewPinRequest(lease_id=guess, lease_ms=60_000)
-        assert self.world.command(renew=renew).failure.code == "NOT_FOUND"
+        assert self.world.command(renew=renew).failure.code == common_pb2.FAILURE_CODE_NOT_FOUND
         self.world.command(release=kvstore_pb2.ReleasePinRequest(lease_id=guess))
         assert self.world.store.pins == len(self.live)
 

@@ -13,6 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from libs.common.rpc.serve import LIVENESS, READINESS, ServiceHost
 from slipstream import errors
+from slipstream.enum_names import failure_code_name, failure_code_value
 from slipstream.rpc.dial import dial
 from slipstream.rpc.rpc_errors import (
     from_failure,
@@ -21,7 +22,7 @@ from slipstream.rpc.rpc_errors import (
     to_failure,
     to_status,
 )
-from slipstream.v1 import router_pb2, router_pb2_grpc
+from slipstream.v1 import common_pb2, router_pb2, router_pb2_grpc
 from tests.support.stubs.partial_servicer import partial_servicer
 
 
@@ -46,6 +47,35 @@ def _same(a: errors.SlipstreamError, b: errors.SlipstreamError) -> bool:
 def test_an_error_survives_a_failure_message(kind: type[errors.SlipstreamError]) -> None:
     error = _make(kind)
     assert _same(from_failure(to_failure(error)), error)
+
+
+def test_failure_codes_have_the_names_and_numbers_of_grpc() -> None:
+    codes: Any = {code.name: code.value[0] for code in grpc.StatusCode if code is not grpc.StatusCode.OK}
+    assert {name: failure_code_value(name) for name in codes} == codes
+    assert {failure_code_name(number): number for number in codes.values()} == codes
+    assert common_pb2.FailureCode.values() == [0, *sorted(codes.values())]
+
+
+@pytest.mark.parametrize("code", [common_pb2.FAILURE_CODE_UNSPECIFIED, 99, -1])
+def test_a_failure_with_an_unknown_code_is_a_defect_unless_its_reason_is_known(code: int) -> None:
+    # The codes of a later contract arrive as numbers without a name.
+    sent = common_pb2.Failure(code=code, message="it broke").SerializeToString()  # type: ignore[arg-type]
+    failure = common_pb2.Failure.FromString(sent)
+    assert failure.code == code and type(from_failure(failure)) is errors.Internal
+    failure.reason = "LaterError"
+    assert type(from_failure(failure)) is errors.Internal
+    failure.reason = "Draining"
+    assert type(from_failure(failure)) is errors.Draining
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failure_with_an_unknown_reason_is_the_nearest_class_of_its_code(
+    kind: type[errors.SlipstreamError],
+) -> None:
+    failure = to_failure(_make(kind))
+    failure.reason = "LaterError"
+    assert from_failure(failure).code == kind.code
+    assert issubclass(kind, type(from_failure(failure))) or kind is errors.AnswerMismatch
 
 
 class Raising(router_pb2_grpc.RouterServiceServicer):
