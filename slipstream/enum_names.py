@@ -86,6 +86,11 @@ _ROLE_NAMES = {
 }
 
 
+def kv_dtype_value(name: str) -> common_pb2.KvDtype.ValueType:
+    """The enum's value for float32 or bfloat16. Raises ValueError."""
+    return common_pb2.KvDtype.Value(f"KV_DTYPE_{name.upper()}")
+
+
 def failure_code_value(name: str) -> common_pb2.FailureCode.ValueType:
     """The enum's value for the name of a gRPC status, such as UNAVAILABLE."""
     return common_pb2.FailureCode.Value(f"FAILURE_CODE_{name}")

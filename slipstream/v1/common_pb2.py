@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aslipstream/v1/common.proto\x12\rslipstream.v1\"\xa2\x01\n\x0b\x46ingerprint\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\ttokenizer\x18\x03 \x01(\t\x12\x10\n\x08template\x18\x04 \x01(\t\x12\x10\n\x08kv_dtype\x18\x05 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x06 \x01(\r\x12\x16\n\x0elayout_version\x18\x07 \x01(\r\x12\x0f\n\x07\x64rafter\x18\x08 \x01(\t\"=\n\x07\x41ttempt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"/\n\x0fPromptReference\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\x0c\n\x04hash\x18\x02 \x01(\x0c\"\xa6\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12@\n\nlogit_bias\x18\x08 \x03(\x0b\x32,.slipstream.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x19\n\x0ctop_logprobs\x18\x0e \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10\x62\x61nned_token_ids\x18\x0f \x03(\r\x12\x33\n\nconstraint\x18\x10 \x01(\x0b\x32\x1f.slipstream.v1.OutputConstraint\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0f\n\r_top_logprobsB\x12\n\x10_prompt_logprobs\"[\n\x10OutputConstraint\x12\x0f\n\x07grammar\x18\x01 \x01(\t\x12\x14\n\x0c\x61waits_calls\x18\x02 \x01(\x08\x12\x10\n\x08thinking\x18\x03 \x01(\x08\x12\x0e\n\x06\x66orced\x18\x04 \x03(\r\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"M\n\x10PositionLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12(\n\x03top\x18\x02 \x03(\x0b\x32\x1b.slipstream.v1.TokenLogprob\"p\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\r\n\x05ranks\x18\x03 \x01(\x0c\x12\x0f\n\x07top_ids\x18\x04 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x05 \x01(\x0c\"F\n\x0c\x43\x61\x63hedTokens\x12&\n\x04tier\x18\x01 \x01(\x0e\x32\x18.slipstream.v1.CacheTier\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"{\n\x07\x46\x61ilure\x12(\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1a.slipstream.v1.FailureCode\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\r*\xb1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05*\xa4\x01\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_ROLE_ROUTER\x10\x01\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x02\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x03\x12\x17\n\x13WORKER_ROLE_KVSTORE\x10\x04\x12\x17\n\x13WORKER_ROLE_DRAFTER\x10\x05*q\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x14\n\x10TRANSPORT_SOCKET\x10\x01\x12\x16\n\x12TRANSPORT_MOONCAKE\x10\x02\x12\x1b\n\x17TRANSPORT_MOONCAKE_RDMA\x10\x03*\x92\x01\n\tCacheTier\x12\x1a\n\x16\x43\x41\x43HE_TIER_UNSPECIFIED\x10\x00\x12\x15\n\x11\x43\x41\x43HE_TIER_WORKER\x10\x01\x12\x13\n\x0f\x43\x41\x43HE_TIER_DRAM\x10\x02\x12\x13\n\x0f\x43\x41\x43HE_TIER_NVME\x10\x03\x12\x13\n\x0f\x43\x41\x43HE_TIER_POOL\x10\x04\x12\x13\n\x0f\x43\x41\x43HE_TIER_PEER\x10\x05*\xa4\x04\n\x0b\x46\x61ilureCode\x12\x1c\n\x18\x46\x41ILURE_CODE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x46\x41ILURE_CODE_CANCELLED\x10\x01\x12\x18\n\x14\x46\x41ILURE_CODE_UNKNOWN\x10\x02\x12!\n\x1d\x46\x41ILURE_CODE_INVALID_ARGUMENT\x10\x03\x12\"\n\x1e\x46\x41ILURE_CODE_DEADLINE_EXCEEDED\x10\x04\x12\x1a\n\x16\x46\x41ILURE_CODE_NOT_FOUND\x10\x05\x12\x1f\n\x1b\x46\x41ILURE_CODE_ALREADY_EXISTS\x10\x06\x12\"\n\x1e\x46\x41ILURE_CODE_PERMISSION_DENIED\x10\x07\x12#\n\x1f\x46\x41ILURE_CODE_RESOURCE_EXHAUSTED\x10\x08\x12$\n FAILURE_CODE_FAILED_PRECONDITION\x10\t\x12\x18\n\x14\x46\x41ILURE_CODE_ABORTED\x10\n\x12\x1d\n\x19\x46\x41ILURE_CODE_OUT_OF_RANGE\x10\x0b\x12\x1e\n\x1a\x46\x41ILURE_CODE_UNIMPLEMENTED\x10\x0c\x12\x19\n\x15\x46\x41ILURE_CODE_INTERNAL\x10\r\x12\x1c\n\x18\x46\x41ILURE_CODE_UNAVAILABLE\x10\x0e\x12\x1a\n\x16\x46\x41ILURE_CODE_DATA_LOSS\x10\x0f\x12 \n\x1c\x46\x41ILURE_CODE_UNAUTHENTICATED\x10\x10\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aslipstream/v1/common.proto\x12\rslipstream.v1\"\xba\x01\n\x0b\x46ingerprint\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\ttokenizer\x18\x03 \x01(\t\x12\x10\n\x08template\x18\x04 \x01(\t\x12(\n\x08kv_dtype\x18\x05 \x01(\x0e\x32\x16.slipstream.v1.KvDtype\x12\x14\n\x0c\x62lock_tokens\x18\x06 \x01(\r\x12\x16\n\x0elayout_version\x18\x07 \x01(\r\x12\x0f\n\x07\x64rafter\x18\x08 \x01(\t\"=\n\x07\x41ttempt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"/\n\x0fPromptReference\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\x0c\n\x04hash\x18\x02 \x01(\x0c\"\xa6\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12@\n\nlogit_bias\x18\x08 \x03(\x0b\x32,.slipstream.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x19\n\x0ctop_logprobs\x18\x0e \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10\x62\x61nned_token_ids\x18\x0f \x03(\r\x12\x33\n\nconstraint\x18\x10 \x01(\x0b\x32\x1f.slipstream.v1.OutputConstraint\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0f\n\r_top_logprobsB\x12\n\x10_prompt_logprobs\"[\n\x10OutputConstraint\x12\x0f\n\x07grammar\x18\x01 \x01(\t\x12\x14\n\x0c\x61waits_calls\x18\x02 \x01(\x08\x12\x10\n\x08thinking\x18\x03 \x01(\x08\x12\x0e\n\x06\x66orced\x18\x04 \x03(\r\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"M\n\x10PositionLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12(\n\x03top\x18\x02 \x03(\x0b\x32\x1b.slipstream.v1.TokenLogprob\"p\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\r\n\x05ranks\x18\x03 \x01(\x0c\x12\x0f\n\x07top_ids\x18\x04 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x05 \x01(\x0c\"F\n\x0c\x43\x61\x63hedTokens\x12&\n\x04tier\x18\x01 \x01(\x0e\x32\x18.slipstream.v1.CacheTier\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"{\n\x07\x46\x61ilure\x12(\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x1a.slipstream.v1.FailureCode\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\r*P\n\x07KvDtype\x12\x18\n\x14KV_DTYPE_UNSPECIFIED\x10\x00\x12\x14\n\x10KV_DTYPE_FLOAT32\x10\x01\x12\x15\n\x11KV_DTYPE_BFLOAT16\x10\x02*\xb1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05*\xa4\x01\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_ROLE_ROUTER\x10\x01\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x02\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x03\x12\x17\n\x13WORKER_ROLE_KVSTORE\x10\x04\x12\x17\n\x13WORKER_ROLE_DRAFTER\x10\x05*q\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x14\n\x10TRANSPORT_SOCKET\x10\x01\x12\x16\n\x12TRANSPORT_MOONCAKE\x10\x02\x12\x1b\n\x17TRANSPORT_MOONCAKE_RDMA\x10\x03*\x92\x01\n\tCacheTier\x12\x1a\n\x16\x43\x41\x43HE_TIER_UNSPECIFIED\x10\x00\x12\x15\n\x11\x43\x41\x43HE_TIER_WORKER\x10\x01\x12\x13\n\x0f\x43\x41\x43HE_TIER_DRAM\x10\x02\x12\x13\n\x0f\x43\x41\x43HE_TIER_NVME\x10\x03\x12\x13\n\x0f\x43\x41\x43HE_TIER_POOL\x10\x04\x12\x13\n\x0f\x43\x41\x43HE_TIER_PEER\x10\x05*\xa4\x04\n\x0b\x46\x61ilureCode\x12\x1c\n\x18\x46\x41ILURE_CODE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x46\x41ILURE_CODE_CANCELLED\x10\x01\x12\x18\n\x14\x46\x41ILURE_CODE_UNKNOWN\x10\x02\x12!\n\x1d\x46\x41ILURE_CODE_INVALID_ARGUMENT\x10\x03\x12\"\n\x1e\x46\x41ILURE_CODE_DEADLINE_EXCEEDED\x10\x04\x12\x1a\n\x16\x46\x41ILURE_CODE_NOT_FOUND\x10\x05\x12\x1f\n\x1b\x46\x41ILURE_CODE_ALREADY_EXISTS\x10\x06\x12\"\n\x1e\x46\x41ILURE_CODE_PERMISSION_DENIED\x10\x07\x12#\n\x1f\x46\x41ILURE_CODE_RESOURCE_EXHAUSTED\x10\x08\x12$\n FAILURE_CODE_FAILED_PRECONDITION\x10\t\x12\x18\n\x14\x46\x41ILURE_CODE_ABORTED\x10\n\x12\x1d\n\x19\x46\x41ILURE_CODE_OUT_OF_RANGE\x10\x0b\x12\x1e\n\x1a\x46\x41ILURE_CODE_UNIMPLEMENTED\x10\x0c\x12\x19\n\x15\x46\x41ILURE_CODE_INTERNAL\x10\r\x12\x1c\n\x18\x46\x41ILURE_CODE_UNAVAILABLE\x10\x0e\x12\x1a\n\x16\x46\x41ILURE_CODE_DATA_LOSS\x10\x0f\x12 \n\x1c\x46\x41ILURE_CODE_UNAUTHENTICATED\x10\x10\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,36 +33,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1410
-  _globals['_FINISHREASON']._serialized_end=1587
-  _globals['_WORKERROLE']._serialized_start=1590
-  _globals['_WORKERROLE']._serialized_end=1754
-  _globals['_TRANSPORT']._serialized_start=1756
-  _globals['_TRANSPORT']._serialized_end=1869
-  _globals['_CACHETIER']._serialized_start=1872
-  _globals['_CACHETIER']._serialized_end=2018
-  _globals['_FAILURECODE']._serialized_start=2021
-  _globals['_FAILURECODE']._serialized_end=2569
+  _globals['_KVDTYPE']._serialized_start=1433
+  _globals['_KVDTYPE']._serialized_end=1513
+  _globals['_FINISHREASON']._serialized_start=1516
+  _globals['_FINISHREASON']._serialized_end=1693
+  _globals['_WORKERROLE']._serialized_start=1696
+  _globals['_WORKERROLE']._serialized_end=1860
+  _globals['_TRANSPORT']._serialized_start=1862
+  _globals['_TRANSPORT']._serialized_end=1975
+  _globals['_CACHETIER']._serialized_start=1978
+  _globals['_CACHETIER']._serialized_end=2124
+  _globals['_FAILURECODE']._serialized_start=2127
+  _globals['_FAILURECODE']._serialized_end=2675
   _globals['_FINGERPRINT']._serialized_start=46
-  _globals['_FINGERPRINT']._serialized_end=208
-  _globals['_ATTEMPT']._serialized_start=210
-  _globals['_ATTEMPT']._serialized_end=271
-  _globals['_PROMPTREFERENCE']._serialized_start=273
-  _globals['_PROMPTREFERENCE']._serialized_end=320
-  _globals['_SAMPLINGPARAMS']._serialized_start=323
-  _globals['_SAMPLINGPARAMS']._serialized_end=873
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=788
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=836
-  _globals['_OUTPUTCONSTRAINT']._serialized_start=875
-  _globals['_OUTPUTCONSTRAINT']._serialized_end=966
-  _globals['_TOKENLOGPROB']._serialized_start=968
-  _globals['_TOKENLOGPROB']._serialized_end=1017
-  _globals['_POSITIONLOGPROBS']._serialized_start=1019
-  _globals['_POSITIONLOGPROBS']._serialized_end=1096
-  _globals['_PROMPTLOGPROBS']._serialized_start=1098
-  _globals['_PROMPTLOGPROBS']._serialized_end=1210
-  _globals['_CACHEDTOKENS']._serialized_start=1212
-  _globals['_CACHEDTOKENS']._serialized_end=1282
-  _globals['_FAILURE']._serialized_start=1284
-  _globals['_FAILURE']._serialized_end=1407
+  _globals['_FINGERPRINT']._serialized_end=232
+  _globals['_ATTEMPT']._serialized_start=234
+  _globals['_ATTEMPT']._serialized_end=295
+  _globals['_PROMPTREFERENCE']._serialized_start=297
+  _globals['_PROMPTREFERENCE']._serialized_end=344
+  _globals['_SAMPLINGPARAMS']._serialized_start=347
+  _globals['_SAMPLINGPARAMS']._serialized_end=897
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=812
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=860
+  _globals['_OUTPUTCONSTRAINT']._serialized_start=899
+  _globals['_OUTPUTCONSTRAINT']._serialized_end=990
+  _globals['_TOKENLOGPROB']._serialized_start=992
+  _globals['_TOKENLOGPROB']._serialized_end=1041
+  _globals['_POSITIONLOGPROBS']._serialized_start=1043
+  _globals['_POSITIONLOGPROBS']._serialized_end=1120
+  _globals['_PROMPTLOGPROBS']._serialized_start=1122
+  _globals['_PROMPTLOGPROBS']._serialized_end=1234
+  _globals['_CACHEDTOKENS']._serialized_start=1236
+  _globals['_CACHEDTOKENS']._serialized_end=1306
+  _globals['_FAILURE']._serialized_start=1308
+  _globals['_FAILURE']._serialized_end=1431
 # @@protoc_insertion_point(module_scope)

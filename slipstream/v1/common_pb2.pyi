@@ -24,6 +24,26 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _KvDtype:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KvDtypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvDtype.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KV_DTYPE_UNSPECIFIED: _KvDtype.ValueType  # 0
+    """no process has it"""
+    KV_DTYPE_FLOAT32: _KvDtype.ValueType  # 1
+    KV_DTYPE_BFLOAT16: _KvDtype.ValueType  # 2
+
+class KvDtype(_KvDtype, metaclass=_KvDtypeEnumTypeWrapper):
+    """KvDtype is the type of the numbers in a KV cache. Digests have its name in lower case, such as "float32"."""
+
+KV_DTYPE_UNSPECIFIED: KvDtype.ValueType  # 0
+"""no process has it"""
+KV_DTYPE_FLOAT32: KvDtype.ValueType  # 1
+KV_DTYPE_BFLOAT16: KvDtype.ValueType  # 2
+Global___KvDtype: _TypeAlias = KvDtype  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -202,15 +222,15 @@ class Fingerprint(_message.Message):
     LAYOUT_VERSION_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
-    """BLAKE2b-128 over the fields below, in order; the root of the block hash chain"""
+    """BLAKE2b-128 over the fields below, in order, as text; the root of the block hash chain"""
     model: _builtins.str
     """digest of the configuration and the weights index, hex"""
     tokenizer: _builtins.str
     """digest, hex"""
     template: _builtins.str
     """name of the chat template"""
-    kv_dtype: _builtins.str
-    """"float32" or "bfloat16" """
+    kv_dtype: Global___KvDtype.ValueType
+    """an unknown value equals no other one, so that no KV moves"""
     block_tokens: _builtins.int
     layout_version: _builtins.int
     drafter: _builtins.str
@@ -222,7 +242,7 @@ class Fingerprint(_message.Message):
         model: _builtins.str = ...,
         tokenizer: _builtins.str = ...,
         template: _builtins.str = ...,
-        kv_dtype: _builtins.str = ...,
+        kv_dtype: Global___KvDtype.ValueType = ...,
         block_tokens: _builtins.int = ...,
         layout_version: _builtins.int = ...,
         drafter: _builtins.str = ...,

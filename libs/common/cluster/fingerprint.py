@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.enum_names import kv_dtype_value
 from slipstream.v1 import common_pb2
 
 # Version of the page layout: [layers, block_tokens, latent | roped key], rows interleaved RoPE.
@@ -46,13 +47,13 @@ class Fingerprint:
         return state.digest()
 
     def to_proto(self) -> common_pb2.Fingerprint:
-        """The protobuf message, with the digest."""
+        """The message, with the digest. Raises ValueError for a KV type that the contract lacks."""
         return common_pb2.Fingerprint(
             digest=self.digest,
             model=self.model,
             tokenizer=self.tokenizer,
             template=self.template,
-            kv_dtype=self.kv_dtype,
+            kv_dtype=kv_dtype_value(self.kv_dtype),
             block_tokens=self.block_tokens,
             layout_version=self.layout_version,
             drafter=self.drafter,
@@ -60,7 +61,7 @@ class Fingerprint:
 
 
 def differences(one: common_pb2.Fingerprint, other: common_pb2.Fingerprint) -> list[str]:
-    """Names of the fields that differ; empty if the KV is compatible."""
+    """Names of the fields that differ; empty if the KV is compatible. An unknown type of KV differs."""
     return [
         field.name
         for field in one.DESCRIPTOR.fields

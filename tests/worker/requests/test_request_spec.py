@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from libs.common.block_hash import SharedPrefix, chain_hashes
 from libs.common.cluster.fingerprint import Fingerprint
+from libs.engine.kv.cache import KV_DTYPES
 from libs.worker.requests.request_spec import (
     check_fingerprint,
     pack_tokens,
@@ -46,6 +47,31 @@ def test_a_fingerprint_mismatch_names_the_differing_fields() -> None:
         check_fingerprint(own, other.to_proto(), of="the ticket")
     with pytest.raises(FingerprintMismatch):
         check_fingerprint(own, common_pb2.Fingerprint(), of="the request")
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sent", [common_pb2.KV_DTYPE_UNSPECIFIED, 99])
+def test_a_type_of_kv_from_a_later_contract_matches_none(name: str, sent: int) -> None:
+    own = Fingerprint("m", "t", "k", name, 64)
+    other = own.to_proto()
+    check_fingerprint(own, common_pb2.Fingerprint.FromString(other.SerializeToString()), of="the ticket")
+    other.kv_dtype = sent  # type: ignore[assignment]
+    # The digest alone is not trusted: it equals this worker's, and the field does not.
+    with pytest.raises(FingerprintMismatch, match=r"the ticket differs in kv_dtype$"):
+        check_fingerprint(own, common_pb2.Fingerprint.FromString(other.SerializeToString()), of="the ticket")
+
+
+def test_every_type_of_the_cache_is_one_of_the_contract() -> None:
+    sent = {name: Fingerprint("m", "t", "k", name, 64).to_proto().kv_dtype for name in KV_DTYPES}
+    assert sorted(sent.values()) == sorted(filter(None, common_pb2.KvDtype.values()))
+    assert sent["float32"] == common_pb2.KV_DTYPE_FLOAT32
+    with pytest.raises(ValueError, match="KV_DTYPE_INT8"):
+        Fingerprint("m", "t", "k", "int8", 64).to_proto()
+
+
+def test_the_digest_of_a_fingerprint_has_the_name_of_the_kv_type() -> None:
+    # Blocks on disks are named by it: it must not change with the contract.
+    assert Fingerprint("m", "t", "k", "float32", 64).digest.hex() == "7f8aebdb889ebeb0553451acbf21b726"
 
 
 @settings(max_examples=50, deadline=None)
