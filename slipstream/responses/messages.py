@@ -43,7 +43,7 @@ class SavedResponse:
     usage: Usage | None  # None before the end
     metadata: Mapping[str, str]
     created_unix_s: float
-    error_code: str
+    error_code: str  # server_error, rate_limit_exceeded or invalid_prompt; empty unless it failed
     error: str  # why it failed
 
     @property
@@ -79,7 +79,9 @@ def saved_response(response: responses_pb2.Response) -> SavedResponse:
         usage=usage_of(response.usage) if response.HasField("usage") else None,
         metadata=dict(response.metadata),
         created_unix_s=response.created_unix_s,
-        error_code=response.error_code,
+        error_code=value_name(responses_pb2.ResponseErrorCode, response.error_code)
+        if response.error_code
+        else "",
         error=response.error,
     )
 

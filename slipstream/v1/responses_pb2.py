@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from slipstream.v1 import router_pb2 as slipstream_dot_v1_dot_router__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dslipstream/v1/responses.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/router.proto\"\xff\x02\n\x08Response\x12\n\n\x02id\x18\x01 \x01(\t\x12-\n\x06status\x18\x02 \x01(\x0e\x32\x1d.slipstream.v1.ResponseStatus\x12\r\n\x05model\x18\x03 \x01(\t\x12\x1c\n\x14previous_response_id\x18\x04 \x01(\t\x12\x14\n\x0cinstructions\x18\x05 \x01(\t\x12+\n\x06output\x18\x06 \x03(\x0b\x32\x1b.slipstream.v1.ResponseItem\x12#\n\x05usage\x18\x07 \x01(\x0b\x32\x14.slipstream.v1.Usage\x12\x37\n\x08metadata\x18\x08 \x03(\x0b\x32%.slipstream.v1.Response.MetadataEntry\x12\x16\n\x0e\x63reated_unix_s\x18\t \x01(\x01\x12\x12\n\nerror_code\x18\n \x01(\t\x12\r\n\x05\x65rror\x18\x0b \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xc2\x01\n\x0cResponseItem\x12\n\n\x02id\x18\x01 \x01(\t\x12)\n\x07message\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.MessageH\x00\x12\x13\n\treasoning\x18\x03 \x01(\tH\x00\x12,\n\ttool_call\x18\x04 \x01(\x0b\x32\x17.slipstream.v1.ToolCallH\x00\x12\x30\n\x0btool_result\x18\x05 \x01(\x0b\x32\x19.slipstream.v1.ToolResultH\x00\x42\x06\n\x04kind\"2\n\nToolResult\x12\x14\n\x0ctool_call_id\x18\x01 \x01(\t\x12\x0e\n\x06output\x18\x02 \x01(\t\")\n\x12GetResponseRequest\x12\x13\n\x0bresponse_id\x18\x01 \x01(\t\"@\n\x13GetResponseResponse\x12)\n\x08response\x18\x01 \x01(\x0b\x32\x17.slipstream.v1.Response\"`\n\x15ListInputItemsRequest\x12\x13\n\x0bresponse_id\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\t\x12\r\n\x05limit\x18\x03 \x01(\r\x12\x14\n\x0coldest_first\x18\x04 \x01(\x08\"V\n\x16ListInputItemsResponse\x12*\n\x05items\x18\x01 \x03(\x0b\x32\x1b.slipstream.v1.ResponseItem\x12\x10\n\x08has_more\x18\x02 \x01(\x08\",\n\x15\x43\x61ncelResponseRequest\x12\x13\n\x0bresponse_id\x18\x01 \x01(\t\"C\n\x16\x43\x61ncelResponseResponse\x12)\n\x08response\x18\x01 \x01(\x0b\x32\x17.slipstream.v1.Response\",\n\x15\x44\x65leteResponseRequest\x12\x13\n\x0bresponse_id\x18\x01 \x01(\t\"\x18\n\x16\x44\x65leteResponseResponse*\xe8\x01\n\x0eResponseStatus\x12\x1f\n\x1bRESPONSE_STATUS_UNSPECIFIED\x10\x00\x12\x1a\n\x16RESPONSE_STATUS_QUEUED\x10\x01\x12\x1f\n\x1bRESPONSE_STATUS_IN_PROGRESS\x10\x02\x12\x1d\n\x19RESPONSE_STATUS_COMPLETED\x10\x03\x12\x1e\n\x1aRESPONSE_STATUS_INCOMPLETE\x10\x04\x12\x1a\n\x16RESPONSE_STATUS_FAILED\x10\x05\x12\x1d\n\x19RESPONSE_STATUS_CANCELLED\x10\x06\x32\x84\x03\n\x0fResponseService\x12T\n\x0bGetResponse\x12!.slipstream.v1.GetResponseRequest\x1a\".slipstream.v1.GetResponseResponse\x12]\n\x0eListInputItems\x12$.slipstream.v1.ListInputItemsRequest\x1a%.slipstream.v1.ListInputItemsResponse\x12]\n\x0e\x43\x61ncelResponse\x12$.slipstream.v1.CancelResponseRequest\x1a%.slipstream.v1.CancelResponseResponse\x12]\n\x0e\x44\x65leteResponse\x12$.slipstream.v1.DeleteResponseRequest\x1a%.slipstream.v1.DeleteResponseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dslipstream/v1/responses.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/router.proto\"\xa1\x03\n\x08Response\x12\n\n\x02id\x18\x01 \x01(\t\x12-\n\x06status\x18\x02 \x01(\x0e\x32\x1d.slipstream.v1.ResponseStatus\x12\r\n\x05model\x18\x03 \x01(\t\x12\x1c\n\x14previous_response_id\x18\x04 \x01(\t\x12\x14\n\x0cinstructions\x18\x05 \x01(\t\x12+\n\x06output\x18\x06 \x03(\x0b\x32\x1b.slipstream.v1.ResponseItem\x12#\n\x05usage\x18\x07 \x01(\x0b\x32\x14.slipstream.v1.Usage\x12\x37\n\x08metadata\x18\x08 \x03(\x0b\x32%.slipstream.v1.Response.MetadataEntry\x12\x16\n\x0e\x63reated_unix_s\x18\t \x01(\x01\x12\x34\n\nerror_code\x18\n \x01(\x0e\x32 .slipstream.v1.ResponseErrorCode\x12\r\n\x05\x65rror\x18\x0b \x01(\t\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xc2\x01\n\x0cResponseItem\x12\n\n\x02id\x18\x01 \x01(\t\x12)\n\x07message\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.MessageH\x00\x12\x13\n\treasoning\x18\x03 \x01(\tH\x00\x12,\n\ttool_call\x18\x04 \x01(\x0b\x32\x17.slipstream.v1.ToolCallH\x00\x12\x30\n\x0btool_result\x18\x05 \x01(\x0b\x32\x19.slipstream.v1.ToolResultH\x00\x42\x06\n\x04kind\"2\n\nToolResult\x12\x14\n\x0ctool_call_id\x18\x01 \x01(\t\x12\x0e\n\x06output\x18\x02 \x01(\t\")\n\x12GetResponseRequest\x12\x13\n\x0bresponse_id\x18\x01 \x01(\t\"@\n\x13GetResponseResponse\x12)\n\x08response\x18\x01 \x01(\x0b\x32\x17.slipstream.v1.Response\"`\n\x15ListInputItemsRequest\x12\x13\n\x0bresponse_id\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\t\x12\r\n\x05limit\x18\x03 \x01(\r\x12\x14\n\x0coldest_first\x18\x04 \x01(\x08\"V\n\x16ListInputItemsResponse\x12*\n\x05items\x18\x01 \x03(\x0b\x32\x1b.slipstream.v1.ResponseItem\x12\x10\n\x08has_more\x18\x02 \x01(\x08\",\n\x15\x43\x61ncelResponseRequest\x12\x13\n\x0bresponse_id\x18\x01 \x01(\t\"C\n\x16\x43\x61ncelResponseResponse\x12)\n\x08response\x18\x01 \x01(\x0b\x32\x17.slipstream.v1.Response\",\n\x15\x44\x65leteResponseRequest\x12\x13\n\x0bresponse_id\x18\x01 \x01(\t\"\x18\n\x16\x44\x65leteResponseResponse*\xe8\x01\n\x0eResponseStatus\x12\x1f\n\x1bRESPONSE_STATUS_UNSPECIFIED\x10\x00\x12\x1a\n\x16RESPONSE_STATUS_QUEUED\x10\x01\x12\x1f\n\x1bRESPONSE_STATUS_IN_PROGRESS\x10\x02\x12\x1d\n\x19RESPONSE_STATUS_COMPLETED\x10\x03\x12\x1e\n\x1aRESPONSE_STATUS_INCOMPLETE\x10\x04\x12\x1a\n\x16RESPONSE_STATUS_FAILED\x10\x05\x12\x1d\n\x19RESPONSE_STATUS_CANCELLED\x10\x06*\xb3\x01\n\x11ResponseErrorCode\x12#\n\x1fRESPONSE_ERROR_CODE_UNSPECIFIED\x10\x00\x12$\n RESPONSE_ERROR_CODE_SERVER_ERROR\x10\x01\x12+\n\'RESPONSE_ERROR_CODE_RATE_LIMIT_EXCEEDED\x10\x02\x12&\n\"RESPONSE_ERROR_CODE_INVALID_PROMPT\x10\x03\x32\x84\x03\n\x0fResponseService\x12T\n\x0bGetResponse\x12!.slipstream.v1.GetResponseRequest\x1a\".slipstream.v1.GetResponseResponse\x12]\n\x0eListInputItems\x12$.slipstream.v1.ListInputItemsRequest\x1a%.slipstream.v1.ListInputItemsResponse\x12]\n\x0e\x43\x61ncelResponse\x12$.slipstream.v1.CancelResponseRequest\x1a%.slipstream.v1.CancelResponseResponse\x12]\n\x0e\x44\x65leteResponse\x12$.slipstream.v1.DeleteResponseRequest\x1a%.slipstream.v1.DeleteResponseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,32 +34,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RESPONSE_METADATAENTRY']._loaded_options = None
   _globals['_RESPONSE_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_RESPONSESTATUS']._serialized_start=1194
-  _globals['_RESPONSESTATUS']._serialized_end=1426
+  _globals['_RESPONSESTATUS']._serialized_start=1228
+  _globals['_RESPONSESTATUS']._serialized_end=1460
+  _globals['_RESPONSEERRORCODE']._serialized_start=1463
+  _globals['_RESPONSEERRORCODE']._serialized_end=1642
   _globals['_RESPONSE']._serialized_start=77
-  _globals['_RESPONSE']._serialized_end=460
-  _globals['_RESPONSE_METADATAENTRY']._serialized_start=413
-  _globals['_RESPONSE_METADATAENTRY']._serialized_end=460
-  _globals['_RESPONSEITEM']._serialized_start=463
-  _globals['_RESPONSEITEM']._serialized_end=657
-  _globals['_TOOLRESULT']._serialized_start=659
-  _globals['_TOOLRESULT']._serialized_end=709
-  _globals['_GETRESPONSEREQUEST']._serialized_start=711
-  _globals['_GETRESPONSEREQUEST']._serialized_end=752
-  _globals['_GETRESPONSERESPONSE']._serialized_start=754
-  _globals['_GETRESPONSERESPONSE']._serialized_end=818
-  _globals['_LISTINPUTITEMSREQUEST']._serialized_start=820
-  _globals['_LISTINPUTITEMSREQUEST']._serialized_end=916
-  _globals['_LISTINPUTITEMSRESPONSE']._serialized_start=918
-  _globals['_LISTINPUTITEMSRESPONSE']._serialized_end=1004
-  _globals['_CANCELRESPONSEREQUEST']._serialized_start=1006
-  _globals['_CANCELRESPONSEREQUEST']._serialized_end=1050
-  _globals['_CANCELRESPONSERESPONSE']._serialized_start=1052
-  _globals['_CANCELRESPONSERESPONSE']._serialized_end=1119
-  _globals['_DELETERESPONSEREQUEST']._serialized_start=1121
-  _globals['_DELETERESPONSEREQUEST']._serialized_end=1165
-  _globals['_DELETERESPONSERESPONSE']._serialized_start=1167
-  _globals['_DELETERESPONSERESPONSE']._serialized_end=1191
-  _globals['_RESPONSESERVICE']._serialized_start=1429
-  _globals['_RESPONSESERVICE']._serialized_end=1817
+  _globals['_RESPONSE']._serialized_end=494
+  _globals['_RESPONSE_METADATAENTRY']._serialized_start=447
+  _globals['_RESPONSE_METADATAENTRY']._serialized_end=494
+  _globals['_RESPONSEITEM']._serialized_start=497
+  _globals['_RESPONSEITEM']._serialized_end=691
+  _globals['_TOOLRESULT']._serialized_start=693
+  _globals['_TOOLRESULT']._serialized_end=743
+  _globals['_GETRESPONSEREQUEST']._serialized_start=745
+  _globals['_GETRESPONSEREQUEST']._serialized_end=786
+  _globals['_GETRESPONSERESPONSE']._serialized_start=788
+  _globals['_GETRESPONSERESPONSE']._serialized_end=852
+  _globals['_LISTINPUTITEMSREQUEST']._serialized_start=854
+  _globals['_LISTINPUTITEMSREQUEST']._serialized_end=950
+  _globals['_LISTINPUTITEMSRESPONSE']._serialized_start=952
+  _globals['_LISTINPUTITEMSRESPONSE']._serialized_end=1038
+  _globals['_CANCELRESPONSEREQUEST']._serialized_start=1040
+  _globals['_CANCELRESPONSEREQUEST']._serialized_end=1084
+  _globals['_CANCELRESPONSERESPONSE']._serialized_start=1086
+  _globals['_CANCELRESPONSERESPONSE']._serialized_end=1153
+  _globals['_DELETERESPONSEREQUEST']._serialized_start=1155
+  _globals['_DELETERESPONSEREQUEST']._serialized_end=1199
+  _globals['_DELETERESPONSERESPONSE']._serialized_start=1201
+  _globals['_DELETERESPONSERESPONSE']._serialized_end=1225
+  _globals['_RESPONSESERVICE']._serialized_start=1645
+  _globals['_RESPONSESERVICE']._serialized_end=2033
 # @@protoc_insertion_point(module_scope)

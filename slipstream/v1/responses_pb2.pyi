@@ -49,6 +49,30 @@ RESPONSE_STATUS_FAILED: ResponseStatus.ValueType  # 5
 RESPONSE_STATUS_CANCELLED: ResponseStatus.ValueType  # 6
 Global___ResponseStatus: _TypeAlias = ResponseStatus  # noqa: Y015
 
+class _ResponseErrorCode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ResponseErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ResponseErrorCode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RESPONSE_ERROR_CODE_UNSPECIFIED: _ResponseErrorCode.ValueType  # 0
+    """it did not fail"""
+    RESPONSE_ERROR_CODE_SERVER_ERROR: _ResponseErrorCode.ValueType  # 1
+    RESPONSE_ERROR_CODE_RATE_LIMIT_EXCEEDED: _ResponseErrorCode.ValueType  # 2
+    RESPONSE_ERROR_CODE_INVALID_PROMPT: _ResponseErrorCode.ValueType  # 3
+
+class ResponseErrorCode(_ResponseErrorCode, metaclass=_ResponseErrorCodeEnumTypeWrapper):
+    """ResponseErrorCode says why a response FAILED, by the names of OpenAI's codes. An unknown value is a failure
+    of another kind.
+    """
+
+RESPONSE_ERROR_CODE_UNSPECIFIED: ResponseErrorCode.ValueType  # 0
+"""it did not fail"""
+RESPONSE_ERROR_CODE_SERVER_ERROR: ResponseErrorCode.ValueType  # 1
+RESPONSE_ERROR_CODE_RATE_LIMIT_EXCEEDED: ResponseErrorCode.ValueType  # 2
+RESPONSE_ERROR_CODE_INVALID_PROMPT: ResponseErrorCode.ValueType  # 3
+Global___ResponseErrorCode: _TypeAlias = ResponseErrorCode  # noqa: Y015
+
 @_typing.final
 class Response(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -91,8 +115,7 @@ class Response(_message.Message):
     instructions: _builtins.str
     """of `/v1/responses`; Generate has a system message"""
     created_unix_s: _builtins.float
-    error_code: _builtins.str
-    """"server_error" """
+    error_code: Global___ResponseErrorCode.ValueType
     error: _builtins.str
     """why it FAILED"""
     @_builtins.property
@@ -115,7 +138,7 @@ class Response(_message.Message):
         usage: _router_pb2.Usage | None = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         created_unix_s: _builtins.float = ...,
-        error_code: _builtins.str = ...,
+        error_code: Global___ResponseErrorCode.ValueType = ...,
         error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015

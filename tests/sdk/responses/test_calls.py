@@ -68,6 +68,19 @@ async def test_a_response_in_the_background_is_cancelled(
         decode.gate.set()
 
 
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        (responses_pb2.RESPONSE_ERROR_CODE_UNSPECIFIED, ""),
+        (responses_pb2.RESPONSE_ERROR_CODE_RATE_LIMIT_EXCEEDED, "rate_limit_exceeded"),
+        (99, "unknown"),  # of a later contract
+    ],
+)
+def test_the_error_code_of_a_response_is_shown_by_its_name(code: int, shown: str) -> None:
+    sent = responses_pb2.Response(error_code=code).SerializeToString()  # type: ignore[arg-type]
+    assert saved_response(responses_pb2.Response.FromString(sent)).error_code == shown
+
+
 def test_each_kind_of_an_item_is_shown() -> None:
     item = responses_pb2.ResponseItem
     said = router_pb2.Message(role=router_pb2.MESSAGE_ROLE_ASSISTANT)

@@ -12,6 +12,7 @@ import msgspec
 from libs.common import api_bounds
 from services.router.api.json_body import Json
 from services.router.api.responses.background_id import job_of
+from services.router.api.responses.errors import ResponseErrorCode
 from services.router.api.responses.request import (
     EarlierItems,
     ResponseDraft,
@@ -35,7 +36,7 @@ _STATUS = {
     JobState.FAILED: "failed",
     JobState.EXPIRED: "failed",
 }
-_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+_CODES = {400: ResponseErrorCode.INVALID_PROMPT, 429: ResponseErrorCode.RATE_LIMIT_EXCEEDED}
 
 
 class BackgroundResponses:
@@ -121,7 +122,8 @@ class BackgroundResponses:
             result = await self._jobs.result(job.tenant, job.id)
             said: Any = json.loads(result.body).get("error") or {} if result is not None else {}
             message = said.get("message") or job.error or "the response has no answer"
-            response["error"] = {"code": _CODES.get(job.status, "server_error"), "message": message}
+            code = _CODES.get(job.status, ResponseErrorCode.SERVER_ERROR)
+            response["error"] = {"code": code, "message": message}
         return response
 
 

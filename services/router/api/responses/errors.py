@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,14 @@ FIELD_NAMES: Mapping[str, str] = {
 _PATHS = FieldPaths((), FIELD_NAMES)
 
 
+class ResponseErrorCode(enum.StrEnum):
+    """The codes that a failed response may have, as OpenAI names them."""
+
+    SERVER_ERROR = "server_error"
+    RATE_LIMIT_EXCEEDED = "rate_limit_exceeded"
+    INVALID_PROMPT = "invalid_prompt"
+
+
 def error_shape(failure: HttpFailure) -> dict[str, Any]:
     """The body of a failed request."""
     return _PATHS.in_failure(failure).openai_body()
@@ -30,9 +39,11 @@ def response_error(failure: HttpFailure) -> dict[str, Any]:
     return {"code": error_code(failure), "message": _PATHS.in_failure(failure).message}
 
 
-def error_code(failure: HttpFailure) -> str:
-    """One of the codes that a failed response may have."""
+def error_code(failure: HttpFailure) -> ResponseErrorCode:
+    """The code of a response that ends with this failure."""
     kind = failure.kind or errors.Internal
     if issubclass(kind, errors.InvalidArgument):
-        return "invalid_prompt"
-    return "rate_limit_exceeded" if issubclass(kind, errors.Overloaded) else "server_error"
+        return ResponseErrorCode.INVALID_PROMPT
+    if issubclass(kind, errors.Overloaded):
+        return ResponseErrorCode.RATE_LIMIT_EXCEEDED
+    return ResponseErrorCode.SERVER_ERROR

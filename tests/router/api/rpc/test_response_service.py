@@ -6,9 +6,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from services.router.api.responses.errors import ResponseErrorCode
+from services.router.api.responses.rpc.messages import response_message
 from services.router.api.responses.stored import store as store_module
+from services.router.api.responses.writer import response_object
 from services.router.request.model_card import ModelCard
 from slipstream import errors
 from slipstream.rpc.dial import dial
@@ -21,6 +25,29 @@ from tests.router.support.response_calls import GO_ON, TOOL, Responses, request_
 from tests.router.support.two_faces import TwoFaces, key_of, refusal, two_faces
 
 PATH = "/v1/responses"
+
+ERROR_CODES = {
+    None: responses_pb2.RESPONSE_ERROR_CODE_UNSPECIFIED,
+    "server_error": responses_pb2.RESPONSE_ERROR_CODE_SERVER_ERROR,
+    "rate_limit_exceeded": responses_pb2.RESPONSE_ERROR_CODE_RATE_LIMIT_EXCEEDED,
+    "invalid_prompt": responses_pb2.RESPONSE_ERROR_CODE_INVALID_PROMPT,
+    "a_later_code": responses_pb2.RESPONSE_ERROR_CODE_SERVER_ERROR,
+}
+
+
+@pytest.mark.parametrize("code", ERROR_CODES)
+def test_the_error_of_a_stored_response_has_its_code(code: str | None) -> None:
+    response = response_object(
+        "resp_1", created_unix_s=1, status="failed", model="m", output=[], usage=None, echo={}
+    )
+    response["error"] = None if code is None else {"code": code, "message": "it broke"}
+    message = response_message(msgspec.json.encode(response))
+    assert (message.error_code, message.error) == (ERROR_CODES[code], "it broke" if code else "")
+
+
+def test_every_error_code_is_one_of_the_contract() -> None:
+    assert set(ERROR_CODES) == {None, "a_later_code", *ResponseErrorCode}
+    assert set(ERROR_CODES.values()) == set(responses_pb2.ResponseErrorCode.values())
 
 
 @pytest.fixture

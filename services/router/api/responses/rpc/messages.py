@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.router.api.json_body import Json
 from services.router.api.openai.echoed_forms import is_json_result, json_text
 from services.router.api.openai.messages import arguments_text
+from services.router.api.responses.errors import ResponseErrorCode
 from services.router.api.responses.items import kind_of
 from services.router.api.responses.stored.items import PAGE_ITEMS, page_of, read_response
 from slipstream.enum_names import MESSAGE_ROLES
 from slipstream.metering.money import pico_of
 from slipstream.v1 import responses_pb2, router_pb2
+
+_ERROR_CODES: Mapping[str, responses_pb2.ResponseErrorCode.ValueType] = {
+    code: responses_pb2.ResponseErrorCode.Value(f"RESPONSE_ERROR_CODE_{code.name}")
+    for code in ResponseErrorCode
+}
 
 
 def response_message(found: Json | bytes) -> responses_pb2.Response:
@@ -28,7 +34,7 @@ def response_message(found: Json | bytes) -> responses_pb2.Response:
         output=[item_message(item) for item in response["output"]],
         metadata=response.get("metadata") or {},
         created_unix_s=response["created_at"],
-        error_code=error.get("code") or "",
+        error_code=_error_code(error),
         error=error.get("message") or "",
     )
     if usage := response.get("usage"):
@@ -73,6 +79,13 @@ def item_message(item: Json) -> responses_pb2.ResponseItem:
             )
             message.message.content.add(text=_text(item.get("content")))
     return message
+
+
+def _error_code(error: Json) -> responses_pb2.ResponseErrorCode.ValueType:
+    """The code of a response's error, which is empty where nothing failed."""
+    if not error:
+        return responses_pb2.RESPONSE_ERROR_CODE_UNSPECIFIED
+    return _ERROR_CODES.get(error.get("code", ""), responses_pb2.RESPONSE_ERROR_CODE_SERVER_ERROR)
 
 
 def _text(content: Any) -> str:
