@@ -105,7 +105,7 @@ def submitted_batch(batch: batches_pb2.Batch) -> SubmittedBatch:
     values: dict[str, Any] = {name: getattr(batch, name) for name in SubmittedBatch.__slots__}
     counts, usage = batch.counts, batch.usage
     values["state"] = value_name(batches_pb2.BatchState, batch.state)
-    values["errors"] = tuple([BatchFault(e.code, e.message, e.line, e.field) for e in batch.errors])
+    values["errors"] = tuple([_fault(error) for error in batch.errors])
     values["counts"] = BatchProgress(counts.total, counts.completed, counts.failed)
     values["usage"] = Usage(
         prompt_tokens=usage.prompt_tokens,
@@ -116,6 +116,12 @@ def submitted_batch(batch: batches_pb2.Batch) -> SubmittedBatch:
     )
     values["metadata"] = dict(batch.metadata)
     return SubmittedBatch(**values)
+
+
+def _fault(error: batches_pb2.LineError) -> BatchFault:
+    return BatchFault(
+        value_name(batches_pb2.LineErrorCode, error.code), error.message, error.line, error.field
+    )
 
 
 def purpose_value(purpose: str) -> batches_pb2.FilePurpose.ValueType:

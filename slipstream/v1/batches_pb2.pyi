@@ -71,6 +71,44 @@ BATCH_STATE_CANCELLING: BatchState.ValueType  # 7
 BATCH_STATE_CANCELLED: BatchState.ValueType  # 8
 Global___BatchState: _TypeAlias = BatchState  # noqa: Y015
 
+class _LineErrorCode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LineErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LineErrorCode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LINE_ERROR_CODE_UNSPECIFIED: _LineErrorCode.ValueType  # 0
+    """never sent"""
+    LINE_ERROR_CODE_INVALID_JSON_LINE: _LineErrorCode.ValueType  # 1
+    LINE_ERROR_CODE_MISSING_REQUIRED_PARAMETER: _LineErrorCode.ValueType  # 2
+    LINE_ERROR_CODE_INVALID_TYPE: _LineErrorCode.ValueType  # 3
+    LINE_ERROR_CODE_INVALID_CUSTOM_ID: _LineErrorCode.ValueType  # 4
+    LINE_ERROR_CODE_INVALID_METHOD: _LineErrorCode.ValueType  # 5
+    LINE_ERROR_CODE_MISMATCHED_URL: _LineErrorCode.ValueType  # 6
+    LINE_ERROR_CODE_INVALID_REQUEST: _LineErrorCode.ValueType  # 7
+    LINE_ERROR_CODE_DUPLICATE_CUSTOM_ID: _LineErrorCode.ValueType  # 8
+    LINE_ERROR_CODE_TOO_MANY_REQUESTS: _LineErrorCode.ValueType  # 9
+    LINE_ERROR_CODE_INVALID_FILE: _LineErrorCode.ValueType  # 10
+    LINE_ERROR_CODE_EMPTY_FILE: _LineErrorCode.ValueType  # 11
+
+class LineErrorCode(_LineErrorCode, metaclass=_LineErrorCodeEnumTypeWrapper):
+    """LineErrorCode says what is wrong with a line, or with the whole file. An unknown value is another fault."""
+
+LINE_ERROR_CODE_UNSPECIFIED: LineErrorCode.ValueType  # 0
+"""never sent"""
+LINE_ERROR_CODE_INVALID_JSON_LINE: LineErrorCode.ValueType  # 1
+LINE_ERROR_CODE_MISSING_REQUIRED_PARAMETER: LineErrorCode.ValueType  # 2
+LINE_ERROR_CODE_INVALID_TYPE: LineErrorCode.ValueType  # 3
+LINE_ERROR_CODE_INVALID_CUSTOM_ID: LineErrorCode.ValueType  # 4
+LINE_ERROR_CODE_INVALID_METHOD: LineErrorCode.ValueType  # 5
+LINE_ERROR_CODE_MISMATCHED_URL: LineErrorCode.ValueType  # 6
+LINE_ERROR_CODE_INVALID_REQUEST: LineErrorCode.ValueType  # 7
+LINE_ERROR_CODE_DUPLICATE_CUSTOM_ID: LineErrorCode.ValueType  # 8
+LINE_ERROR_CODE_TOO_MANY_REQUESTS: LineErrorCode.ValueType  # 9
+LINE_ERROR_CODE_INVALID_FILE: LineErrorCode.ValueType  # 10
+LINE_ERROR_CODE_EMPTY_FILE: LineErrorCode.ValueType  # 11
+Global___LineErrorCode: _TypeAlias = LineErrorCode  # noqa: Y015
+
 @_typing.final
 class File(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -452,8 +490,7 @@ class LineError(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     LINE_FIELD_NUMBER: _builtins.int
     FIELD_FIELD_NUMBER: _builtins.int
-    code: _builtins.str
-    """"duplicate_custom_id" """
+    code: Global___LineErrorCode.ValueType
     message: _builtins.str
     line: _builtins.int
     """from 1; 0: of the whole file"""
@@ -461,7 +498,7 @@ class LineError(_message.Message):
     def __init__(
         self,
         *,
-        code: _builtins.str = ...,
+        code: Global___LineErrorCode.ValueType = ...,
         message: _builtins.str = ...,
         line: _builtins.int = ...,
         field: _builtins.str = ...,

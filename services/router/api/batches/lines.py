@@ -6,6 +6,7 @@ that is no request fails the whole batch, as OpenAI has it. The fields of a body
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -32,10 +33,26 @@ class BatchLine(msgspec.Struct, frozen=True, gc=False):
     body: bytes
 
 
+class DefectCode(enum.StrEnum):
+    """What may be wrong with a line or a file, by OpenAI's names where it has some."""
+
+    INVALID_JSON_LINE = "invalid_json_line"
+    MISSING_REQUIRED_PARAMETER = "missing_required_parameter"
+    INVALID_TYPE = "invalid_type"
+    INVALID_CUSTOM_ID = "invalid_custom_id"
+    INVALID_METHOD = "invalid_method"
+    MISMATCHED_URL = "mismatched_url"
+    INVALID_REQUEST = "invalid_request"
+    DUPLICATE_CUSTOM_ID = "duplicate_custom_id"
+    TOO_MANY_REQUESTS = "too_many_requests"
+    INVALID_FILE = "invalid_file"
+    EMPTY_FILE = "empty_file"
+
+
 class LineDefect(msgspec.Struct, frozen=True, gc=False):
     """Why a batch fails, in OpenAI's shape."""
 
-    code: str
+    code: DefectCode
     message: str
     line: int | None = None
     param: str | None = None
@@ -110,35 +127,35 @@ def parse_line(number: int, data: bytes, endpoint: str) -> BatchLine | LineDefec
         check_structure([("line", data)])
         line = _decoded(data)
     except InvalidArgument as error:
-        return LineDefect("invalid_json_line", error.message, number)
+        return LineDefect(DefectCode.INVALID_JSON_LINE, error.message, number)
     for name in ("custom_id", "method", "url"):
         given = getattr(line, name)
         if given is None or given == "":
-            return LineDefect("missing_required_parameter", f"{name} must be given", number, name)
+            return LineDefect(DefectCode.MISSING_REQUIRED_PARAMETER, f"{name} must be given", number, name)
         if not isinstance(given, str):
-            return LineDefect("invalid_type", f"{name} must be text", number, name)
+            return LineDefect(DefectCode.INVALID_TYPE, f"{name} must be text", number, name)
     if len(line.custom_id.encode(errors="surrogatepass")) > MAX_CUSTOM_ID_BYTES:
         message = f"custom_id must have at most {MAX_CUSTOM_ID_BYTES} bytes"
-        return LineDefect("invalid_custom_id", message, number, "custom_id")
+        return LineDefect(DefectCode.INVALID_CUSTOM_ID, message, number, "custom_id")
     if "\0" in line.custom_id:  # PostgreSQL stores none: the batch would begin again until it expires
-        return LineDefect("invalid_custom_id", "custom_id must have no NUL", number, "custom_id")
+        return LineDefect(DefectCode.INVALID_CUSTOM_ID, "custom_id must have no NUL", number, "custom_id")
     if line.method != "POST":
         return LineDefect(
-            "invalid_method", f"method must be POST, not {shown(line.method)}", number, "method"
+            DefectCode.INVALID_METHOD, f"method must be POST, not {shown(line.method)}", number, "method"
         )
     if line.url != endpoint:
         message = f"url must be the batch's endpoint {endpoint}, not {shown(line.url)}"
-        return LineDefect("mismatched_url", message, number, "url")
+        return LineDefect(DefectCode.MISMATCHED_URL, message, number, "url")
     body = bytes(line.body)
     if not body.startswith(b"{"):
-        code = "invalid_type" if body else "missing_required_parameter"
+        code = DefectCode.INVALID_TYPE if body else DefectCode.MISSING_REQUIRED_PARAMETER
         return LineDefect(code, "body must be an object", number, "body")
     if len(body) > bounds.MAX_BODY_BYTES:
-        return LineDefect("invalid_request", f"body {bounds.BODY.words}", number, "body")
+        return LineDefect(DefectCode.INVALID_REQUEST, f"body {bounds.BODY.words}", number, "body")
     delivery = _DELIVERY_DECODER.decode(body)
     for name, row in (("stream", job_bounds.STREAM), ("background", job_bounds.BACKGROUND)):
         if getattr(delivery, name) not in (None, False):
-            return LineDefect("invalid_request", f"body.{name} {row.words}", number, f"body.{name}")
+            return LineDefect(DefectCode.INVALID_REQUEST, f"body.{name} {row.words}", number, f"body.{name}")
     return BatchLine(number, line.custom_id, body)
 
 
@@ -165,10 +182,10 @@ class SeenIds:
         """Why this line may not join them: its id is taken, or there are too many."""
         if (first := self._lines.get(line.custom_id)) is not None:
             message = f"custom_id {shown(line.custom_id)} is in lines {first} and {line.number}"
-            return LineDefect("duplicate_custom_id", message, line.number, "custom_id")
+            return LineDefect(DefectCode.DUPLICATE_CUSTOM_ID, message, line.number, "custom_id")
         if len(self._lines) == batch_bounds.MAX_BATCH_LINES:
             message = f"a batch has at most {batch_bounds.MAX_BATCH_LINES} requests"
-            return LineDefect("too_many_requests", message, line.number)
+            return LineDefect(DefectCode.TOO_MANY_REQUESTS, message, line.number)
         self._lines[line.custom_id] = line.number
         return None
 
@@ -206,5 +223,5 @@ class LineReader:
                 if n_defects == batch_bounds.MAX_BATCH_ERRORS:  # the batch fails, and naming a defect is slow
                     break
         except InvalidArgument as error:
-            found.append(LineDefect("invalid_json_line", error.message))
+            found.append(LineDefect(DefectCode.INVALID_JSON_LINE, error.message))
         return found

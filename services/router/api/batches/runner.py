@@ -14,7 +14,7 @@ from libs.common import batch_bounds
 from services.router.admission.fair_threads import RunPiece
 from services.router.api.batches.batch_store import LEASE_S, BatchStore, HeldBatch
 from services.router.api.batches.file_store import FileStore
-from services.router.api.batches.lines import BatchLine, LineDefect, LineReader, SeenIds
+from services.router.api.batches.lines import BatchLine, DefectCode, LineDefect, LineReader, SeenIds
 from services.router.api.batches.records import RequestBatch
 from services.router.api.batches.result_files import ResultFile, ResultFiles
 from services.router.api.batches.results import result_lines, unsubmitted_lines
@@ -96,7 +96,7 @@ class BatchRunner:
         except errors.FailedPrecondition:
             pass  # cancelled meanwhile, or held by another router: it is looked at again
         except errors.NotFound:
-            defect = LineDefect("invalid_file", "the input file does not exist any more")
+            defect = LineDefect(DefectCode.INVALID_FILE, "the input file does not exist any more")
             await self._fail(held, [defect])
         finally:
             del self._kept_s[held.batch.tenant]
@@ -159,7 +159,7 @@ class BatchRunner:
                 break
             await self._keep(held)
         if not seen and not defects:
-            defects.append(LineDefect("empty_file", "the input file has no request"))
+            defects.append(LineDefect(DefectCode.EMPTY_FILE, "the input file has no request"))
         if defects:
             return await self._fail(held, defects[: batch_bounds.MAX_BATCH_ERRORS])
         held = _changed(

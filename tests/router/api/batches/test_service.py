@@ -141,7 +141,11 @@ async def test_a_failed_batch_names_its_lines(faces: TwoFaces) -> None:
     batch = await batches.ended(created.batch.id)
     [error] = batch.errors
     assert batch.state == batches_pb2.BATCH_STATE_FAILED
-    assert (error.code, error.line, error.field) == ("duplicate_custom_id", 2, "custom_id")
+    assert (error.code, error.line, error.field) == (
+        batches_pb2.LINE_ERROR_CODE_DUPLICATE_CUSTOM_ID,
+        2,
+        "custom_id",
+    )
 
 
 async def test_a_batch_is_cancelled_and_its_file_stays_meanwhile(

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from libs.common import batch_bounds
 from services.router.api.batches.batch_body import check_names, checked_metadata
 from services.router.api.batches.batch_store import decode_batch
+from services.router.api.batches.lines import DefectCode
 from services.router.api.batches.records import NewBatch, RequestBatch, StoredFile
 from services.router.api.batches.states import BatchState
 from slipstream.v1 import batches_pb2
@@ -16,6 +17,7 @@ _PURPOSES = {
     "batch_output": batches_pb2.FILE_PURPOSE_BATCH_OUTPUT,
 }
 _PURPOSE_OF = {batches_pb2.FILE_PURPOSE_UNSPECIFIED: "", **{value: name for name, value in _PURPOSES.items()}}
+_DEFECT_CODES = {code: batches_pb2.LineErrorCode.Value(f"LINE_ERROR_CODE_{code.name}") for code in DefectCode}
 _STATES = {state: batches_pb2.BatchState.Value(f"BATCH_STATE_{state.name}") for state in BatchState}
 
 
@@ -69,7 +71,10 @@ def batch_message(batch: RequestBatch) -> batches_pb2.Batch:
         error_file_id=batch.error_file or "",
         errors=[
             batches_pb2.LineError(
-                code=each.code, message=each.message, line=each.line or 0, field=each.param or ""
+                code=_DEFECT_CODES[each.code],
+                message=each.message,
+                line=each.line or 0,
+                field=each.param or "",
             )
             for each in batch.defects
         ],
