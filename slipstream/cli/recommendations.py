@@ -14,7 +14,7 @@ from google.protobuf.json_format import MessageToDict
 from slipstream.cli.fleet.routed_channel import RoutedDial
 from slipstream.cli.port_error import port_error
 from slipstream.cli.tables import figures_table, print_table
-from slipstream.enum_names import role_name
+from slipstream.enum_names import role_name, value_name
 from slipstream.errors import FailedPrecondition, NotFound
 from slipstream.rpc.dial import OpenChannel
 from slipstream.v1 import autoscale_pb2, autoscale_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -30,7 +30,7 @@ def as_dict(answer: autoscale_pb2.GetRecommendationsResponse) -> dict[str, Any]:
     """The answer as JSON has it."""
     said = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     for row, message in zip(said["tiers"], answer.tiers, strict=True):
-        row["role"] = role_name(message.role)
+        row["role"], row["signal"] = role_name(message.role), _signal_name(message)
     for row, loss in zip(said["losses"], answer.losses, strict=True):
         row.update(role=role_name(loss.role), lost_tokens=loss.lost_tokens, unique_blocks=loss.unique_blocks)
     return said
@@ -100,6 +100,10 @@ def drain_least(admin: str, tier: str, *, dial: OpenChannel, confirmed: bool) ->
     print(f"{loss.instance} is drained" + ("" if not held else f" and still holds {held}: it goes on"))
 
 
+def _signal_name(row: autoscale_pb2.TierRecommendation) -> str:
+    return value_name(autoscale_pb2.AutoscaleSignal, row.signal)
+
+
 def _print(answer: autoscale_pb2.GetRecommendationsResponse, *, explain: bool) -> None:
     names, figures = ["tier"], ["replicas", "wanted"]
     if explain:
@@ -111,7 +115,7 @@ def _print(answer: autoscale_pb2.GetRecommendationsResponse, *, explain: bool) -
     for row in answer.tiers:
         cells = [role_name(row.role), str(row.replicas), str(row.wanted_replicas)]
         if explain:
-            cells += [f"{row.value:.3g}", f"{row.target:.3g}", f"{row.signal}: {row.reason}"]
+            cells += [f"{row.value:.3g}", f"{row.target:.3g}", f"{_signal_name(row)}: {row.reason}"]
         table.add_row(*cells)
     print_table(table)
     if explain and answer.prefill_per_decode:

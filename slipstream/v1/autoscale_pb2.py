@@ -25,21 +25,23 @@ _sym_db = _symbol_database.Default()
 from slipstream.v1 import common_pb2 as slipstream_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dslipstream/v1/autoscale.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"\x1b\n\x19GetRecommendationsRequest\"\x96\x01\n\x1aGetRecommendationsResponse\x12\x30\n\x05tiers\x18\x01 \x03(\x0b\x32!.slipstream.v1.TierRecommendation\x12\x1a\n\x12prefill_per_decode\x18\x02 \x01(\x01\x12*\n\x06losses\x18\x03 \x03(\x0b\x32\x1a.slipstream.v1.RemovalLoss\"\xe3\x01\n\x12TierRecommendation\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.slipstream.v1.WorkerRole\x12\x10\n\x08replicas\x18\x02 \x01(\r\x12\x17\n\x0fwanted_replicas\x18\x03 \x01(\r\x12\x14\n\x0cmin_replicas\x18\x04 \x01(\r\x12\x14\n\x0cmax_replicas\x18\x05 \x01(\r\x12\x0e\n\x06signal\x18\x06 \x01(\t\x12\r\n\x05value\x18\x07 \x01(\x01\x12\x0e\n\x06target\x18\x08 \x01(\x01\x12\x0e\n\x06reason\x18\t \x01(\t\x12\x0e\n\x06\x61\x63tive\x18\n \x01(\x08\"\xc1\x01\n\x0bRemovalLoss\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.slipstream.v1.WorkerRole\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x13\n\x0blost_tokens\x18\x04 \x01(\x04\x12\x10\n\x08sessions\x18\x05 \x01(\r\x12\x10\n\x08requests\x18\x06 \x01(\r\x12\x15\n\runique_blocks\x18\x07 \x01(\x04\x12\x15\n\rdeletion_cost\x18\x08 \x01(\x05\x32}\n\x10\x41utoscaleService\x12i\n\x12GetRecommendations\x12(.slipstream.v1.GetRecommendationsRequest\x1a).slipstream.v1.GetRecommendationsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dslipstream/v1/autoscale.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"\x1b\n\x19GetRecommendationsRequest\"\x96\x01\n\x1aGetRecommendationsResponse\x12\x30\n\x05tiers\x18\x01 \x03(\x0b\x32!.slipstream.v1.TierRecommendation\x12\x1a\n\x12prefill_per_decode\x18\x02 \x01(\x01\x12*\n\x06losses\x18\x03 \x03(\x0b\x32\x1a.slipstream.v1.RemovalLoss\"\x83\x02\n\x12TierRecommendation\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.slipstream.v1.WorkerRole\x12\x10\n\x08replicas\x18\x02 \x01(\r\x12\x17\n\x0fwanted_replicas\x18\x03 \x01(\r\x12\x14\n\x0cmin_replicas\x18\x04 \x01(\r\x12\x14\n\x0cmax_replicas\x18\x05 \x01(\r\x12.\n\x06signal\x18\x06 \x01(\x0e\x32\x1e.slipstream.v1.AutoscaleSignal\x12\r\n\x05value\x18\x07 \x01(\x01\x12\x0e\n\x06target\x18\x08 \x01(\x01\x12\x0e\n\x06reason\x18\t \x01(\t\x12\x0e\n\x06\x61\x63tive\x18\n \x01(\x08\"\xc1\x01\n\x0bRemovalLoss\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.slipstream.v1.WorkerRole\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\t\x12\x13\n\x0blost_tokens\x18\x04 \x01(\x04\x12\x10\n\x08sessions\x18\x05 \x01(\r\x12\x10\n\x08requests\x18\x06 \x01(\r\x12\x15\n\runique_blocks\x18\x07 \x01(\x04\x12\x15\n\rdeletion_cost\x18\x08 \x01(\x05*\xc9\x03\n\x0f\x41utoscaleSignal\x12 \n\x1c\x41UTOSCALE_SIGNAL_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41UTOSCALE_SIGNAL_LOAD\x10\x01\x12\x1d\n\x19\x41UTOSCALE_SIGNAL_QUEUED_S\x10\x02\x12\x1f\n\x1b\x41UTOSCALE_SIGNAL_BUSY_SHARE\x10\x03\x12$\n AUTOSCALE_SIGNAL_LOOP_BUSY_SHARE\x10\x04\x12\x1d\n\x19\x41UTOSCALE_SIGNAL_KV_SHARE\x10\x05\x12 \n\x1c\x41UTOSCALE_SIGNAL_BATCH_SHARE\x10\x06\x12\x1c\n\x18\x41UTOSCALE_SIGNAL_STEP_MS\x10\x07\x12!\n\x1d\x41UTOSCALE_SIGNAL_MISSED_SHARE\x10\x08\x12\"\n\x1e\x41UTOSCALE_SIGNAL_LOOP_DELAY_MS\x10\t\x12#\n\x1f\x41UTOSCALE_SIGNAL_REQUESTS_SHARE\x10\n\x12-\n)AUTOSCALE_SIGNAL_EVICTED_WANTED_MIB_PER_S\x10\x0b\x12\x19\n\x15\x41UTOSCALE_SIGNAL_JOBS\x10\x0c\x32}\n\x10\x41utoscaleService\x12i\n\x12GetRecommendations\x12(.slipstream.v1.GetRecommendationsRequest\x1a).slipstream.v1.GetRecommendationsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slipstream.v1.autoscale_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_AUTOSCALESIGNAL']._serialized_start=717
+  _globals['_AUTOSCALESIGNAL']._serialized_end=1174
   _globals['_GETRECOMMENDATIONSREQUEST']._serialized_start=76
   _globals['_GETRECOMMENDATIONSREQUEST']._serialized_end=103
   _globals['_GETRECOMMENDATIONSRESPONSE']._serialized_start=106
   _globals['_GETRECOMMENDATIONSRESPONSE']._serialized_end=256
   _globals['_TIERRECOMMENDATION']._serialized_start=259
-  _globals['_TIERRECOMMENDATION']._serialized_end=486
-  _globals['_REMOVALLOSS']._serialized_start=489
-  _globals['_REMOVALLOSS']._serialized_end=682
-  _globals['_AUTOSCALESERVICE']._serialized_start=684
-  _globals['_AUTOSCALESERVICE']._serialized_end=809
+  _globals['_TIERRECOMMENDATION']._serialized_end=518
+  _globals['_REMOVALLOSS']._serialized_start=521
+  _globals['_REMOVALLOSS']._serialized_end=714
+  _globals['_AUTOSCALESERVICE']._serialized_start=1176
+  _globals['_AUTOSCALESERVICE']._serialized_end=1301
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from slipstream.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,72 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _AutoscaleSignal:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AutoscaleSignalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AutoscaleSignal.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    AUTOSCALE_SIGNAL_UNSPECIFIED: _AutoscaleSignal.ValueType  # 0
+    """never sent"""
+    AUTOSCALE_SIGNAL_LOAD: _AutoscaleSignal.ValueType  # 1
+    """times its aim, where no replica reports"""
+    AUTOSCALE_SIGNAL_QUEUED_S: _AutoscaleSignal.ValueType  # 2
+    """of prompts, a prefill worker"""
+    AUTOSCALE_SIGNAL_BUSY_SHARE: _AutoscaleSignal.ValueType  # 3
+    """of the time, an engine or a draft head"""
+    AUTOSCALE_SIGNAL_LOOP_BUSY_SHARE: _AutoscaleSignal.ValueType  # 4
+    """of the time, a router's event loop"""
+    AUTOSCALE_SIGNAL_KV_SHARE: _AutoscaleSignal.ValueType  # 5
+    """of a decode worker's KV blocks that sequences hold"""
+    AUTOSCALE_SIGNAL_BATCH_SHARE: _AutoscaleSignal.ValueType  # 6
+    """of the places of a decode worker's batch"""
+    AUTOSCALE_SIGNAL_STEP_MS: _AutoscaleSignal.ValueType  # 7
+    """of a decode worker"""
+    AUTOSCALE_SIGNAL_MISSED_SHARE: _AutoscaleSignal.ValueType  # 8
+    """of the drafts that steps want"""
+    AUTOSCALE_SIGNAL_LOOP_DELAY_MS: _AutoscaleSignal.ValueType  # 9
+    """of a router's timers"""
+    AUTOSCALE_SIGNAL_REQUESTS_SHARE: _AutoscaleSignal.ValueType  # 10
+    """of the requests that a router may run at once"""
+    AUTOSCALE_SIGNAL_EVICTED_WANTED_MIB_PER_S: _AutoscaleSignal.ValueType  # 11
+    """of a kvstore node"""
+    AUTOSCALE_SIGNAL_JOBS: _AutoscaleSignal.ValueType  # 12
+    """stored ones that could run now, a prefill or decode worker"""
+
+class AutoscaleSignal(_AutoscaleSignal, metaclass=_AutoscaleSignalEnumTypeWrapper):
+    """AutoscaleSignal is a measured value that scales a tier, and the name of its aim (--autoscale-aims). A reader
+    shows an unknown value as such: the numbers beside it hold all the same.
+    """
+
+AUTOSCALE_SIGNAL_UNSPECIFIED: AutoscaleSignal.ValueType  # 0
+"""never sent"""
+AUTOSCALE_SIGNAL_LOAD: AutoscaleSignal.ValueType  # 1
+"""times its aim, where no replica reports"""
+AUTOSCALE_SIGNAL_QUEUED_S: AutoscaleSignal.ValueType  # 2
+"""of prompts, a prefill worker"""
+AUTOSCALE_SIGNAL_BUSY_SHARE: AutoscaleSignal.ValueType  # 3
+"""of the time, an engine or a draft head"""
+AUTOSCALE_SIGNAL_LOOP_BUSY_SHARE: AutoscaleSignal.ValueType  # 4
+"""of the time, a router's event loop"""
+AUTOSCALE_SIGNAL_KV_SHARE: AutoscaleSignal.ValueType  # 5
+"""of a decode worker's KV blocks that sequences hold"""
+AUTOSCALE_SIGNAL_BATCH_SHARE: AutoscaleSignal.ValueType  # 6
+"""of the places of a decode worker's batch"""
+AUTOSCALE_SIGNAL_STEP_MS: AutoscaleSignal.ValueType  # 7
+"""of a decode worker"""
+AUTOSCALE_SIGNAL_MISSED_SHARE: AutoscaleSignal.ValueType  # 8
+"""of the drafts that steps want"""
+AUTOSCALE_SIGNAL_LOOP_DELAY_MS: AutoscaleSignal.ValueType  # 9
+"""of a router's timers"""
+AUTOSCALE_SIGNAL_REQUESTS_SHARE: AutoscaleSignal.ValueType  # 10
+"""of the requests that a router may run at once"""
+AUTOSCALE_SIGNAL_EVICTED_WANTED_MIB_PER_S: AutoscaleSignal.ValueType  # 11
+"""of a kvstore node"""
+AUTOSCALE_SIGNAL_JOBS: AutoscaleSignal.ValueType  # 12
+"""stored ones that could run now, a prefill or decode worker"""
+Global___AutoscaleSignal: _TypeAlias = AutoscaleSignal  # noqa: Y015
 
 @_typing.final
 class GetRecommendationsRequest(_message.Message):
@@ -86,8 +153,8 @@ class TierRecommendation(_message.Message):
     wanted_replicas: _builtins.int
     min_replicas: _builtins.int
     max_replicas: _builtins.int
-    signal: _builtins.str
-    """the one that decides, with its unit"""
+    signal: Global___AutoscaleSignal.ValueType
+    """the one that decides"""
     value: _builtins.float
     """a replica's mean"""
     target: _builtins.float
@@ -102,7 +169,7 @@ class TierRecommendation(_message.Message):
         wanted_replicas: _builtins.int = ...,
         min_replicas: _builtins.int = ...,
         max_replicas: _builtins.int = ...,
-        signal: _builtins.str = ...,
+        signal: Global___AutoscaleSignal.ValueType = ...,
         value: _builtins.float = ...,
         target: _builtins.float = ...,
         reason: _builtins.str = ...,

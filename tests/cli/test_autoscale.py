@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
+from slipstream.cli.recommendations import as_dict
 from slipstream.cluster_record import secret_file
 from slipstream.enum_names import role_name
 from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound
@@ -58,7 +59,8 @@ class AdminPort(autoscale_pb2_grpc.AutoscaleServiceServicer, fleet_pb2_grpc.Flee
         self.metadata = dict(context.invocation_metadata())
         tier = autoscale_pb2.TierRecommendation(
             role=PREFILL, replicas=2, wanted_replicas=3, min_replicas=1, max_replicas=8,
-            signal="queued_s", value=2.5, target=2.0, reason="2.5 s of prompts queued a worker, aim 2 s",
+            signal=autoscale_pb2.AUTOSCALE_SIGNAL_QUEUED_S, value=2.5, target=2.0,
+            reason="2.5 s of prompts queued a worker, aim 2 s",
         )  # fmt: skip
         losses = [
             autoscale_pb2.RemovalLoss(
@@ -72,7 +74,7 @@ class AdminPort(autoscale_pb2_grpc.AutoscaleServiceServicer, fleet_pb2_grpc.Flee
         ]
         last = autoscale_pb2.TierRecommendation(
             role=DECODE, replicas=1, wanted_replicas=1, min_replicas=1,
-            signal="evicted_wanted_mib_per_s", value=12345.6, target=12345.6,
+            signal=autoscale_pb2.AUTOSCALE_SIGNAL_EVICTED_WANTED_MIB_PER_S, value=12345.6, target=12345.6,
             reason="64 MiB/s of evicted blocks wanted again a node (measured 0.123, counted as the aim: "
             "never scaled down), aim 64 MiB/s; at least 2 are wanted at any load",
         )  # fmt: skip
@@ -125,9 +127,9 @@ def test_no_line_of_the_reasons_exceeds_120_columns(admin: AdminPort) -> None:
 
 def test_json_has_the_figures_and_the_losses(admin: AdminPort) -> None:
     said = json.loads(invoke(admin, "--json").output)
-    assert [(tier["role"], tier["wanted_replicas"]) for tier in said["tiers"]] == [
-        ("prefill", 3),
-        ("decode", 1),
+    assert [(tier["role"], tier["signal"], tier["wanted_replicas"]) for tier in said["tiers"]] == [
+        ("prefill", "queued_s", 3),
+        ("decode", "evicted_wanted_mib_per_s", 1),
     ]
     assert [(loss["instance"], loss["lost_tokens"], loss["deletion_cost"]) for loss in said["losses"]] == [
         ("prefill-1", 64, 1),
@@ -135,6 +137,13 @@ def test_json_has_the_figures_and_the_losses(admin: AdminPort) -> None:
         ("decode-0", 0, 1),
     ]
     assert said["prefill_per_decode"] == 1.5
+
+
+def test_a_signal_of_a_later_contract_is_shown_as_unknown() -> None:
+    tier = autoscale_pb2.TierRecommendation(role=PREFILL, signal=99, value=2.5)  # type: ignore[arg-type]
+    sent = autoscale_pb2.GetRecommendationsResponse(tiers=[tier]).SerializeToString()
+    [shown] = as_dict(autoscale_pb2.GetRecommendationsResponse.FromString(sent))["tiers"]
+    assert (shown["signal"], shown["value"]) == ("unknown", 2.5)
 
 
 def test_an_endpoint_is_asked_with_the_secret_of_the_run_directory(admin: AdminPort, tmp_path: Path) -> None:

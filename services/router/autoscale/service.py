@@ -44,7 +44,7 @@ def _tier(found: Recommendation) -> autoscale_pb2.TierRecommendation:
         wanted_replicas=found.wanted,
         min_replicas=found.limits.least,
         max_replicas=found.limits.most,
-        signal=found.signal.name,
+        signal=autoscale_pb2.AutoscaleSignal.Value(f"AUTOSCALE_SIGNAL_{found.signal.name.upper()}"),
         value=found.signal.value,
         target=found.signal.target,
         reason=found.reason,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any
 
@@ -12,9 +13,9 @@ from libs.common.cluster.placement_record import Placement, SessionId
 from libs.common.cluster.worker_record import Role
 from services.router.admission.types import AdmissionRequest
 from services.router.autoscale.decision import recommend_all
-from services.router.autoscale.types import AutoscalePolicy
+from services.router.autoscale.types import Aims, AutoscalePolicy
 from services.router.request.model_card import ModelCard
-from slipstream.enum_names import role_name
+from slipstream.enum_names import role_name, value_name
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import dial
 from slipstream.v1 import autoscale_pb2, autoscale_pb2_grpc
@@ -49,7 +50,7 @@ async def test_the_answer_explains_each_tier_and_ranks_the_workers(card: ModelCa
             answer = await stub.GetRecommendations(autoscale_pb2.GetRecommendationsRequest(), timeout=WAIT_S)
     tiers = {role_name(row.role): row for row in answer.tiers}
     assert (tiers["prefill"].replicas, tiers["prefill"].wanted_replicas) == (3, 4)
-    assert tiers["prefill"].signal == "busy_share"
+    assert tiers["prefill"].signal == autoscale_pb2.AUTOSCALE_SIGNAL_BUSY_SHARE
     assert "aim 0.75" in tiers["prefill"].reason
     assert tiers["router"].replicas == 1
     prefills = [row for row in answer.losses if role_name(row.role) == "prefill"]
@@ -61,6 +62,12 @@ async def test_the_answer_explains_each_tier_and_ranks_the_workers(card: ModelCa
     assert prefills[0].endpoint == tier.workers[2].host.endpoint
     for worker in tier.workers:
         await worker.stop()
+
+
+def test_every_aim_is_a_signal_of_the_contract() -> None:
+    aims = {field.name for field in dataclasses.fields(Aims)}
+    numbers = filter(None, autoscale_pb2.AutoscaleSignal.values())
+    assert {value_name(autoscale_pb2.AutoscaleSignal, number) for number in numbers} == {"load", *aims}
 
 
 async def test_a_router_is_named_by_the_address_that_others_dial(card: ModelCard) -> None:
