@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from slipstream.v1 import common_pb2, router_pb2
+from slipstream.v1 import common_pb2, router_pb2, worker_pb2
 
 # Names of the requests' enums, which have no name for "unspecified".
 MESSAGE_ROLES = {
@@ -84,6 +84,26 @@ def role_name(role: common_pb2.WorkerRole.ValueType) -> str:
 _ROLE_NAMES = {
     value: name.removeprefix("WORKER_ROLE_").lower() for name, value in common_pb2.WorkerRole.items()
 }
+
+
+_EVICTION_POLICIES: Mapping[str, worker_pb2.EvictionPolicy.ValueType] = {
+    "LRU": worker_pb2.EVICTION_POLICY_LRU,
+    "ARC": worker_pb2.EVICTION_POLICY_ARC,
+    "S3-FIFO": worker_pb2.EVICTION_POLICY_S3_FIFO,
+    "hit density": worker_pb2.EVICTION_POLICY_HIT_DENSITY,
+    "least expected reuse of a sample": worker_pb2.EVICTION_POLICY_EXPECTED_REUSE,
+}
+_EVICTION_POLICY_NAMES = {value: name for name, value in _EVICTION_POLICIES.items()}
+
+
+def eviction_policy_value(name: str) -> worker_pb2.EvictionPolicy.ValueType:
+    """The enum's value for the name that people read."""
+    return _EVICTION_POLICIES[name]
+
+
+def eviction_policy_name(policy: worker_pb2.EvictionPolicy.ValueType) -> str:
+    """LRU, ARC, S3-FIFO, hit density or least expected reuse of a sample; unknown for any other value."""
+    return _EVICTION_POLICY_NAMES.get(policy, "unknown")
 
 
 def kv_dtype_value(name: str) -> common_pb2.KvDtype.ValueType:

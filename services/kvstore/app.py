@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from libs.common.cluster.address_book import AddressBook, open_address_book, session_digest
@@ -31,7 +31,7 @@ from libs.common.telemetry.process_metrics import ProcessMetrics
 from libs.common.transport.base import KvTransport
 from libs.common.transport.open import open_transport
 from services.kvstore.core.events import publish_changes
-from services.kvstore.core.metrics import eviction_policies, occupancy
+from services.kvstore.core.metrics import evictions, occupancy
 from services.kvstore.core.node import Node, now_ms
 from services.kvstore.disk.config import check_disks
 from services.kvstore.disk.opening import run_in_daemon_thread, wait_with_progress
@@ -126,8 +126,8 @@ class _NodeProcess(WorkerProcess):
     def status_counters(self) -> Mapping[str, float]:
         return self._metrics.snapshot()
 
-    def eviction_policies(self) -> Mapping[str, str]:
-        return eviction_policies(self._node.store)
+    def evictions(self) -> Sequence[worker_pb2.TierEviction]:
+        return evictions(self._node.store)
 
     async def drain(self) -> None:
         await self._member.leave()

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from slipstream.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _EvictionPolicy:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EvictionPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EvictionPolicy.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EVICTION_POLICY_UNSPECIFIED: _EvictionPolicy.ValueType  # 0
+    """never sent"""
+    EVICTION_POLICY_LRU: _EvictionPolicy.ValueType  # 1
+    EVICTION_POLICY_ARC: _EvictionPolicy.ValueType  # 2
+    EVICTION_POLICY_S3_FIFO: _EvictionPolicy.ValueType  # 3
+    EVICTION_POLICY_HIT_DENSITY: _EvictionPolicy.ValueType  # 4
+    EVICTION_POLICY_EXPECTED_REUSE: _EvictionPolicy.ValueType  # 5
+    """the least expected reuse of a sample of the tier's blocks"""
+
+class EvictionPolicy(_EvictionPolicy, metaclass=_EvictionPolicyEnumTypeWrapper):
+    """EvictionPolicy orders the blocks of a tier. A reader shows an unknown value as such."""
+
+EVICTION_POLICY_UNSPECIFIED: EvictionPolicy.ValueType  # 0
+"""never sent"""
+EVICTION_POLICY_LRU: EvictionPolicy.ValueType  # 1
+EVICTION_POLICY_ARC: EvictionPolicy.ValueType  # 2
+EVICTION_POLICY_S3_FIFO: EvictionPolicy.ValueType  # 3
+EVICTION_POLICY_HIT_DENSITY: EvictionPolicy.ValueType  # 4
+EVICTION_POLICY_EXPECTED_REUSE: EvictionPolicy.ValueType  # 5
+"""the least expected reuse of a sample of the tier's blocks"""
+Global___EvictionPolicy: _TypeAlias = EvictionPolicy  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):
@@ -58,26 +87,6 @@ class GetStatusResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    @_typing.final
-    class EvictionPoliciesEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.str
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.str = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
     ROLE_FIELD_NUMBER: _builtins.int
     INSTANCE_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
@@ -89,7 +98,7 @@ class GetStatusResponse(_message.Message):
     RSS_BYTES_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
-    EVICTION_POLICIES_FIELD_NUMBER: _builtins.int
+    EVICTIONS_FIELD_NUMBER: _builtins.int
     role: _common_pb2.WorkerRole.ValueType
     instance: _builtins.str
     incarnation: _builtins.str
@@ -111,8 +120,8 @@ class GetStatusResponse(_message.Message):
         """totals by metric name, see libs/common/telemetry/metric_tables/table.py"""
 
     @_builtins.property
-    def eviction_policies(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """those that a kvstore follows now, by tier"""
+    def evictions(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierEviction]:
+        """of a kvstore: one for each tier that it evicts from"""
 
     def __init__(
         self,
@@ -128,15 +137,40 @@ class GetStatusResponse(_message.Message):
         rss_bytes: _builtins.int = ...,
         draining: _builtins.bool = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
-        eviction_policies: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        evictions: _abc.Iterable[Global___TierEviction] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "ledger", b"ledger", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "draining", b"draining", "eviction_policies", b"eviction_policies", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "instance", b"instance", "ledger", b"ledger", "load", b"load", "role", b"role", "rss_bytes", b"rss_bytes", "transport", b"transport", "uptime_ms", b"uptime_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "draining", b"draining", "evictions", b"evictions", "fingerprint", b"fingerprint", "incarnation", b"incarnation", "instance", b"instance", "ledger", b"ledger", "load", b"load", "role", b"role", "rss_bytes", b"rss_bytes", "transport", b"transport", "uptime_ms", b"uptime_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class TierEviction(_message.Message):
+    """TierEviction is what one tier of a kvstore follows now. Blocks of each size may follow another policy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    POLICIES_FIELD_NUMBER: _builtins.int
+    tier: _common_pb2.CacheTier.ValueType
+    @_builtins.property
+    def policies(self) -> _containers.RepeatedScalarFieldContainer[Global___EvictionPolicy.ValueType]: ...
+    def __init__(
+        self,
+        *,
+        tier: _common_pb2.CacheTier.ValueType = ...,
+        policies: _abc.Iterable[Global___EvictionPolicy.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policies", b"policies", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierEviction: _TypeAlias = TierEviction  # noqa: Y015
 
 @_typing.final
 class LoadReport(_message.Message):

@@ -17,7 +17,7 @@ import os
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,9 +91,9 @@ class WorkerProcess(ABC):
         """The counters of its status, by metric name."""
         return {}
 
-    def eviction_policies(self) -> Mapping[str, str]:
-        """See `GetStatusResponse.eviction_policies`."""
-        return {}
+    def evictions(self) -> Sequence[worker_pb2.TierEviction]:
+        """See `GetStatusResponse.evictions`."""
+        return ()
 
     async def drain(self) -> None:
         """Stop being found for new work. Runs once until `undrain`."""
@@ -186,7 +186,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             rss_bytes=resident_bytes(),
             draining=self.draining,
             counters=self._process.status_counters(),
-            eviction_policies=self._process.eviction_policies(),
+            evictions=self._process.evictions(),
         )
 
     async def WatchLoad(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from services.kvstore.core.store import BlockStore
+from slipstream.enum_names import eviction_policy_value
+from slipstream.v1 import common_pb2, worker_pb2
 
 
 def tier_metrics(store: BlockStore) -> dict[str, float]:
@@ -45,12 +47,14 @@ def evicted_and_wanted(store: BlockStore) -> tuple[float, float]:
     return figures[f"slipstream_kvstore_evicted_rerequested_{tier}_total"], mean_bytes
 
 
-def eviction_policies(store: BlockStore) -> dict[str, str]:
-    """The policy that each tier of the node follows. The pool evicts by itself."""
-    policies = {"memory": ", ".join(store.dram.table.policies_followed)}
+def evictions(store: BlockStore) -> list[worker_pb2.TierEviction]:
+    """The policies that each tier of the node follows. The pool evicts by itself."""
+    followed = map(eviction_policy_value, store.dram.table.policies_followed)
+    found = [worker_pb2.TierEviction(tier=common_pb2.CACHE_TIER_DRAM, policies=followed)]
     if store.disk is not None:
-        policies["disk"] = "least expected reuse of a sample"
-    return policies
+        reuse = worker_pb2.EVICTION_POLICY_EXPECTED_REUSE
+        found.append(worker_pb2.TierEviction(tier=common_pb2.CACHE_TIER_NVME, policies=[reuse]))
+    return found
 
 
 def occupancy(store: BlockStore) -> dict[tuple[str, ...], float]:

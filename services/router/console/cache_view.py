@@ -14,11 +14,14 @@ from services.router.console.worker_statuses import WorkerStatuses
 from services.router.execution.sessions import Sessions
 from services.router.recording.recorder import RequestRecorder
 from services.router.workers.fleet import RouterFleet
+from slipstream.enum_names import eviction_policy_name, tier_name
 from slipstream.errors import InvalidArgument
+from slipstream.v1 import worker_pb2
 
 _KVSTORE = "slipstream_kvstore_"
 # A tier's name here and in the metrics of a kvstore, and the capacity that a node announces of it.
 _STORE_TIERS = (("memory", "dram", "dram_bytes"), ("pool", "pool", ""), ("disk", "nvme", "disk_bytes"))
+_SHOWN_TIERS = {name: shown for shown, name, _ in _STORE_TIERS}
 _EVICTED = f"{_KVSTORE}evictions_total"
 _REREQUESTED = tuple(f"{_KVSTORE}evicted_rerequested{tier}_total" for tier in ("", "_nvme", "_pool"))
 _STORES = ("dram", "nvme", "pool")
@@ -30,7 +33,7 @@ _COUNTERS = (
 )
 # Sums of a fleet stay whole numbers.
 _MAX_TOTAL = 1 << 53
-_MAX_POLICIES = 8  # of a node: one for each tier
+_MAX_POLICIES = 8  # of a tier, and tiers of a node
 
 
 class CacheView:
@@ -74,11 +77,10 @@ class CacheView:
             "evicted_blocks": int(totals[_EVICTED]),
             "evicted_wanted_blocks": int(sum(totals[name] for name in _REREQUESTED)),
             "policies": [
-                {"instance": worker.instance, "tier": tier, "policy": policy}
+                {"instance": worker.instance, **shown}
                 for worker, status in stores
                 if status is not None
-                for tier, policy in sorted(status.eviction_policies.items())[:_MAX_POLICIES]
-                if policy
+                for shown in _shown_evictions(status.evictions)
             ],
             "sessions": sessions,
         }
@@ -102,6 +104,14 @@ class CacheView:
     def _block_tokens(self) -> int:
         fingerprint = self._fleet.fingerprint()
         return fingerprint.block_tokens or 64 if fingerprint is not None else 64
+
+
+def _shown_evictions(evictions: Sequence[worker_pb2.TierEviction]) -> Iterator[dict[str, str]]:
+    for eviction in evictions[:_MAX_POLICIES]:
+        names = [eviction_policy_name(policy) for policy in eviction.policies[:_MAX_POLICIES]]
+        if names:
+            tier = tier_name(eviction.tier)
+            yield {"tier": _SHOWN_TIERS.get(tier, tier), "policy": ", ".join(names)}
 
 
 def known_totals(counters: Mapping[str, float]) -> Iterator[tuple[str, float]]:

@@ -60,10 +60,10 @@ async def test_stored_blocks_are_served_from_memory_then_from_disk_after_a_resta
     status = await client.wait_status(lambda s: s.counters[ON_DISK] == 20)
     assert status.role == common_pb2.WORKER_ROLE_KVSTORE
     assert status.transport == transport_value(client.transport.kind)
-    assert status.eviction_policies == {
-        "memory": "hit density",
-        "disk": "least expected reuse of a sample",
-    }
+    assert [(eviction.tier, list(eviction.policies)) for eviction in status.evictions] == [
+        (common_pb2.CACHE_TIER_DRAM, [worker_pb2.EVICTION_POLICY_HIT_DENSITY]),
+        (common_pb2.CACHE_TIER_NVME, [worker_pb2.EVICTION_POLICY_EXPECTED_REUSE]),
+    ]
     assert status.counters["slipstream_kv_bytes_pulled_total"] == 20 * BLOCK_BYTES
     assert status.counters["slipstream_kvstore_bytes_dram"] == 20 * BLOCK_BYTES
     assert node.terminate() == 0

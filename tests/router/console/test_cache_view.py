@@ -10,6 +10,7 @@ import pytest
 from libs.common.cluster.worker_record import Role, Worker
 from services.router.console.cache_view import cached_by_source, known_totals, store_tiers
 from services.router.server import RouterServer
+from slipstream.v1 import common_pb2, worker_pb2
 from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.fake_workers import BLOCK_TOKENS
 
@@ -64,13 +65,23 @@ async def test_the_page_has_the_policies_and_the_evictions_of_the_nodes(
 ) -> None:
     store = cluster.kvstore
     monkeypatch.setattr(store.process, "status_counters", lambda: COUNTERS)
-    monkeypatch.setattr(store.process, "eviction_policies", lambda: {"memory": "S3-FIFO", "disk": ""})
+    memory = [worker_pb2.EVICTION_POLICY_S3_FIFO, worker_pb2.EVICTION_POLICY_HIT_DENSITY, 99]
+    evictions = [
+        worker_pb2.TierEviction(tier=common_pb2.CACHE_TIER_DRAM, policies=memory),  # type: ignore[arg-type]
+        worker_pb2.TierEviction(tier=common_pb2.CACHE_TIER_NVME),
+        worker_pb2.TierEviction(tier=77, policies=[worker_pb2.EVICTION_POLICY_LRU]),  # type: ignore[arg-type]
+    ]
+    monkeypatch.setattr(store.process, "evictions", lambda: evictions)
     async with (
         aiohttp.ClientSession(f"http://{router.admin_http_endpoint}") as http,
         http.get("/console/api/cache") as answer,
     ):
         page = await answer.json()
-    assert page["policies"] == [{"instance": "kvstore-0", "tier": "memory", "policy": "S3-FIFO"}]
+    # 99 and 77 are of a later contract.
+    assert page["policies"] == [
+        {"instance": "kvstore-0", "tier": "memory", "policy": "S3-FIFO, hit density, unknown"},
+        {"instance": "kvstore-0", "tier": "unknown", "policy": "LRU"},
+    ]
     assert (page["evicted_blocks"], page["evicted_wanted_blocks"]) == (20, 6)
     tiers = {tier["tier"]: tier for tier in page["tiers"]}
     assert (tiers["memory"]["blocks_used"], tiers["disk"]["hits_blocks"]) == (10, 3)
