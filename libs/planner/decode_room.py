@@ -67,9 +67,14 @@ class DraftHeadRoom:
         return self.memory.n_bytes(self.contexts)
 
     @property
+    def local_bytes(self) -> int:
+        """The part of `head_bytes` on the decode worker's card: all of a local head, and none of another."""
+        return self.head_bytes if self.is_local else 0
+
+    @property
     def card_bytes(self) -> int:
         """The memory on the decode worker's card: the projection to features, and a local head."""
-        return self.memory.feature_bytes + (self.head_bytes if self.is_local else 0)
+        return self.memory.feature_bytes + self.local_bytes
 
 
 def read_draft_head(path: Path, model: ModelShape, *, is_local: bool, max_batch: int) -> DraftHeadRoom:

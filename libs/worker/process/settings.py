@@ -16,6 +16,7 @@ from libs.engine.parallel.sizes import ParallelSizes, parse_sizes
 from libs.engine.step.draft_head import MAX_DRAFT_TOKENS, DraftHead
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.types import Engine
+from libs.planner.decode_room import DecodeStepRoom, DraftHeadRoom
 from libs.planner.fit import CARD_OVERHEAD_BYTES
 from libs.worker.engine.page_exporter import REGISTRATIONS, STAGED
 from libs.worker.restore.restore_budget import FLOOR_MS
@@ -167,7 +168,7 @@ def engine_builder(
 
     def build() -> Engine:
         with unusable_models(options):
-            head = _head_bytes(options, is_local=has_local_head)
+            head = _head_room(options, is_local=has_local_head)
             return _torch(options, model_dir, progress, parallel, decode_steps, max_draft_tokens, head)
 
     return build
@@ -186,24 +187,15 @@ def load_local_head(options: EngineSettings, engine: Engine) -> DraftHead:
         return build_local_drafter(engine, options.draft_model, options.model)
 
 
-@dataclass(frozen=True, slots=True)
-class _HeadBytes:
-    """Memory of the engine's device: a head that runs there, and the projection to features of any head."""
-
-    local: int = 0
-    features: int = 0
-
-
-def _head_bytes(options: EngineSettings, *, is_local: bool) -> _HeadBytes:
-    """A host has room apart."""
+def _head_room(options: EngineSettings, *, is_local: bool) -> DraftHeadRoom | None:
+    """The room of a head on the engine's device; None without one, and for a host, which has room apart."""
     if cuda_index(options.device) is None or options.draft_model is None:
-        return _HeadBytes()
-    from libs.engine.eagle.head_memory import BF16_BYTES, FP32_BYTES, local_contexts, read_head_memory
+        return None
+    from libs.engine.eagle.head_memory import BF16_BYTES, FP32_BYTES, read_head_memory
 
     value_bytes = FP32_BYTES if options.compute_dtype == "float32" else BF16_BYTES
     memory = read_head_memory(options.draft_model, value_bytes=value_bytes)
-    local = memory.n_bytes(local_contexts(options.max_batch)) if is_local else 0
-    return _HeadBytes(local, memory.feature_bytes)
+    return DraftHeadRoom(options.draft_model.name, memory, is_local, options.max_batch)
 
 
 def _torch(
@@ -213,11 +205,10 @@ def _torch(
     parallel: ParallelSizes | None,
     decode_steps: DecodeStepsName,
     max_draft_tokens: int,
-    head: _HeadBytes,
+    head: DraftHeadRoom | None,
 ) -> Engine:
     from libs.engine.core.build import EngineOptions, build_engine
     from libs.engine.kernels.device import free_device_bytes
-    from libs.planner.decode_room import DecodeStepRoom
     from libs.worker.process.kv_size import kv_cache_size, worker_memory
 
     memory = worker_memory(
@@ -241,7 +232,7 @@ def _torch(
                 max_context_tokens=options.max_context_tokens,
                 sizes=parallel,
                 decode_steps=None if decode_steps == "plain" else room,
-                draft_head_bytes=head.local + head.features,
+                draft_head_bytes=head.card_bytes if head is not None else 0,
                 stated_bytes=options.kv_memory_bytes,
             ),
             device=options.device,
@@ -252,8 +243,8 @@ def _torch(
             decode_steps=decode_steps,
             block_tokens=options.block_tokens,
             draft_model_dir=options.draft_model,
-            head_bytes=head.local,
-            features_on_device=head.local > 0,
+            head_bytes=head.local_bytes if head is not None else 0,
+            features_on_device=head is not None and head.is_local,
             max_batch=options.max_batch,
             max_draft_tokens=max_draft_tokens,
             max_context_tokens=options.max_context_tokens,
