@@ -18,7 +18,7 @@ from bench.cache.baselines import Lru
 from bench.cache.policy import CAPACITIES, hit_ratio, read_trace
 from bench.command_line import bench_parser
 from libs.common.transport.registered_memory import PAGE_BYTES
-from services.kvstore.disk.policy import NO_KIND, BlockOrigin
+from services.kvstore.disk.table.policy import NO_KIND, BlockOrigin
 from services.kvstore.disk.table.table import DiskTable
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from libs.common.checksum import checksum
 from libs.common.telemetry.counters import Counters
 from services.kvstore.core.store import BlockStore
-from services.kvstore.disk.segments.format import BlockHeader, Superblock
+from services.kvstore.disk.segment_format import BlockHeader, Superblock
 from services.kvstore.disk.segments.segment_file import BufferPool, SegmentFile
 from services.kvstore.disk.set import DiskSet
 from services.kvstore.disk.tier import DiskTier, segment_bytes_for

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.kvstore.disk.segments.format import HEADER_BYTES
+from services.kvstore.disk.segment_format import HEADER_BYTES
 from services.kvstore.disk.segments.io import CONFIG_ERRNOS
 from services.kvstore.disk.tier import segment_bytes_for
 from slipstream.errors import FailedPrecondition, InvalidArgument

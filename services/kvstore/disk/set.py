@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from services.kvstore.disk.health import DiskState
-from services.kvstore.disk.policy import UNKNOWN, BlockOrigin
 from services.kvstore.disk.table.block import DiskBlock
+from services.kvstore.disk.table.policy import UNKNOWN, BlockOrigin
 from services.kvstore.disk.tier import DiskTier
 from services.kvstore.policy.quota import NO_TENANT
 from slipstream.errors import FailedPrecondition, NotFound

@@ -27,15 +27,15 @@ from services.kvstore.disk.health import DiskHealth, DiskState
 from services.kvstore.disk.native.reads import open_reader
 from services.kvstore.disk.native.writes import open_writer
 from services.kvstore.disk.opening import DiskOpener, publish_all
-from services.kvstore.disk.policy import UNKNOWN, BlockOrigin
 from services.kvstore.disk.queues.queue import Ended, OnEnd
 from services.kvstore.disk.queues.reads import DiskReads, OnRead, ReadResult
+from services.kvstore.disk.segment_format import HEADER_BYTES, BlockHeader
 from services.kvstore.disk.segments.files import BlockRead, BlockWrite, SegmentFiles
-from services.kvstore.disk.segments.format import HEADER_BYTES, BlockHeader
 from services.kvstore.disk.segments.io import DiskIo, SystemDiskIo
 from services.kvstore.disk.segments.restore import OpenedDisk
 from services.kvstore.disk.segments.segment_file import SyncFailed
 from services.kvstore.disk.table.block import DiskBlock
+from services.kvstore.disk.table.policy import UNKNOWN, BlockOrigin
 from services.kvstore.disk.table.table import DiskTable
 from services.kvstore.disk.watch import DiskListener, DiskWatch
 from slipstream.errors import DataCorrupt, NotFound, Unavailable

@@ -10,8 +10,8 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from services.kvstore.disk.policy import BlockOrigin
 from services.kvstore.disk.set import DiskSet
+from services.kvstore.disk.table.policy import BlockOrigin
 from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.loading.write_queue import WriteQueue

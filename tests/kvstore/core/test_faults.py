@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
-from services.kvstore.disk.policy import BlockOrigin
 from services.kvstore.disk.queues.reads import OnRead, ReadResult
+from services.kvstore.disk.table.policy import BlockOrigin
 from tests.kvstore.disk.table_check import check_table
 from tests.kvstore.store_rig import BLOCK_BYTES, Rig, key, keys
 

@@ -10,7 +10,7 @@ import pytest
 
 from libs.common.checksum import checksum, checksum_at, memory_at
 from libs.common.transport.base import PeerGone
-from services.kvstore.disk.segments.format import Superblock
+from services.kvstore.disk.segment_format import Superblock
 from slipstream.errors import NotFound, Overloaded
 from tests.kvstore.store_rig import BLOCK_BYTES, DRAM, NVME, Rig, key, keys, payload
 

@@ -14,8 +14,8 @@ from libs.common.checksum import checksum
 from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemory
 from services.kvstore.disk.health import DiskState
 from services.kvstore.disk.scrub import Scrubber
+from services.kvstore.disk.segment_format import HEADER_BYTES, Superblock
 from services.kvstore.disk.segments.files import BlockRead, SegmentFiles
-from services.kvstore.disk.segments.format import HEADER_BYTES, Superblock
 from services.kvstore.disk.segments.restore import rebuild
 from services.kvstore.disk.table.block import DiskBlock
 from services.kvstore.disk.table.table import DiskTable

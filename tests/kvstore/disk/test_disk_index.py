@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.common.transport.registered_memory import PAGE_BYTES
-from services.kvstore.disk import evict
-from services.kvstore.disk.evict import SAMPLE_STRETCH
-from services.kvstore.disk.policy import DiskPolicy
+from services.kvstore.disk.table import evict
+from services.kvstore.disk.table.evict import SAMPLE_STRETCH
 from services.kvstore.disk.table.index import WORDS, DiskIndex, IndexColumns
+from services.kvstore.disk.table.policy import DiskPolicy
 from services.kvstore.disk.table.table import DiskTable
 from tests.kvstore.disk.table_check import check_table
 

@@ -12,7 +12,7 @@ from bench.cache.baselines import Lru
 from bench.cache.disk import DiskCache
 from bench.cache.traces import LOADS
 from libs.common.transport.registered_memory import PAGE_BYTES
-from services.kvstore.disk.policy import NO_KIND, BlockOrigin
+from services.kvstore.disk.table.policy import NO_KIND, BlockOrigin
 from services.kvstore.disk.table.table import DiskTable
 from services.kvstore.dram.slots import Slot
 from services.kvstore.policy.quota import NO_TENANT
@@ -46,7 +46,7 @@ def test_a_policy_that_samples_a_quarter_of_the_blocks_still_beats_lru(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """LRU has no hits in a loop larger than the disk; sampled blocks show that another policy has."""
-    monkeypatch.setattr("services.kvstore.disk.block_use.SAMPLED_BLOCKS", 128)
+    monkeypatch.setattr("services.kvstore.disk.table.block_use.SAMPLED_BLOCKS", 128)
     chains = LOADS["loop"](random.Random(2), 6000, 512)
     disk = DiskCache(512)
     hits = sum(map(disk.serve, chains))

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.kvstore.disk.quota import PUBLIC, UNKNOWN_TENANT, DiskQuota
+from services.kvstore.disk.table.quota import PUBLIC, UNKNOWN_TENANT, DiskQuota
 
 SIZES = np.array([1, 10, 100, 1_000, 10_000], np.int64)
 

@@ -14,8 +14,8 @@ from libs.common.checksum import checksum, memory_at
 from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemory
 from services.kvstore.disk.queues.queue import OnEnd
 from services.kvstore.disk.queues.reads import ReadResult
+from services.kvstore.disk.segment_format import Superblock
 from services.kvstore.disk.segments.files import BlockRead
-from services.kvstore.disk.segments.format import Superblock
 from services.kvstore.disk.segments.io import SystemDiskIo
 from services.kvstore.disk.table.block import DiskBlock
 from services.kvstore.disk.tier import FIRST_BLOCKS, DiskTier

@@ -23,7 +23,7 @@ from libs.common.cluster.worker_service import held
 from libs.common.etcd.client import EtcdClient
 from libs.common.transport.base import KvTransport, TransferTimeout
 from libs.common.transport.registered_memory import PageAlignedMemory
-from services.kvstore.disk.segments.format import unpack_header, unpack_superblock
+from services.kvstore.disk.segment_format import unpack_header, unpack_superblock
 from slipstream.block_hashes import pack_hashes
 from slipstream.enum_names import transport_value
 from slipstream.errors import Draining, FailedPrecondition, InvalidArgument, NotFound

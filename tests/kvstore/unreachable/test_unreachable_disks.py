@@ -9,7 +9,7 @@ import pytest
 
 from libs.common.telemetry.metric_tables.table import METRICS
 from services.kvstore.core.metrics import tier_metrics
-from services.kvstore.disk.evict import ChainLinks, Rows
+from services.kvstore.disk.table.evict import ChainLinks, Rows
 from services.kvstore.pool.config import PoolOptions
 from services.kvstore.pool.tier import PoolTier
 from services.kvstore.unreachable.watch import GRACE_S

@@ -30,8 +30,8 @@ from services.kvstore.disk.queues.writes import (
     ThreadedWriter,
     pop_group,
 )
+from services.kvstore.disk.segment_format import SEALED_BYTES
 from services.kvstore.disk.segments.files import BlockWrite, SegmentFiles
-from services.kvstore.disk.segments.format import SEALED_BYTES
 from services.kvstore.disk.segments.io import DiskIo, SystemDiskIo, uses_system_reads_and_writes
 from services.kvstore.disk.segments.segment_file import SyncFailed
 from slipstream.errors import Unavailable

@@ -1,4 +1,4 @@
-"""Segment files: format, reads, writes, recovery.
+"""Segment files: reads, writes, recovery.
 
 Must not import `native`, `queues` or `policy`.
 """

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from libs.common.checksum import UNKEYED, KvChecksum, memory_at
 from libs.common.transport.registered_memory import PAGE_BYTES
-from services.kvstore.disk.segments.format import BlockHeader, FoundHeaders, Superblock
+from services.kvstore.disk.segment_format import BlockHeader, FoundHeaders, Superblock
 from services.kvstore.disk.segments.io import DiskIo
 from services.kvstore.disk.segments.segment_file import SCAN_BYTES, BufferPool, SegmentFile, SyncFailed
 from services.kvstore.disk.table.block import DiskBlock

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.kvstore.disk.segment_format import FoundHeaders, Superblock
 from services.kvstore.disk.segments.files import SegmentFiles
-from services.kvstore.disk.segments.format import FoundHeaders, Superblock
 from services.kvstore.disk.table.table import DiskTable
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from libs.common.transport.registered_memory import PageAlignedMemory
-from services.kvstore.disk.segments.format import (
+from services.kvstore.disk.segment_format import (
     HEADER_BYTES,
     BlockHeader,
     FoundHeaders,

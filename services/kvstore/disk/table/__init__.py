@@ -1,4 +1,4 @@
-"""Which slot of a disk holds which block. Pure.
+"""Which slot of a disk holds which block, and which block goes next. Pure.
 
-Must not import `asyncio`, `native` or `queues`.
+Must not import `asyncio`, `native`, `queues` or `segments`.
 """

@@ -4,7 +4,7 @@ The counterpart of `dram/slots.py` for disks, in columns of numbers (`table/inde
 millions of blocks. A slab is a segment file. It is cut into slots of one size, and cut for another size once
 all its blocks may be evicted.
 
-`disk/block_use.py` chooses the evicted block; a tenant at its share evicts its own blocks. A held block keeps
+`block_use.py` chooses the evicted block; a tenant at its share evicts its own blocks. A held block keeps
 its slot until the last hold is released.
 """
 
@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from libs.common.transport.registered_memory import page_rounded
-from services.kvstore.disk.block_use import BlockUse
-from services.kvstore.disk.policy import NO_KIND, UNKNOWN, BlockOrigin, DiskPolicy
-from services.kvstore.disk.quota import PUBLIC, UNKNOWN_TENANT, DiskQuota
-from services.kvstore.disk.segments.format import FoundHeaders, slots_in
+from services.kvstore.disk.segment_format import FoundHeaders, slots_in
 from services.kvstore.disk.table.block import DiskBlock, Slab
+from services.kvstore.disk.table.block_use import BlockUse
 from services.kvstore.disk.table.index import WORDS, DiskIndex, IndexColumns
+from services.kvstore.disk.table.policy import NO_KIND, UNKNOWN, BlockOrigin, DiskPolicy
+from services.kvstore.disk.table.quota import PUBLIC, UNKNOWN_TENANT, DiskQuota
 from services.kvstore.dram.slots import Slot
 from services.kvstore.policy.quota import NO_TENANT
 

@@ -23,8 +23,8 @@ from services.kvstore.disk.native.library import native_library
 from services.kvstore.disk.native.reads import DIRECT, MISMATCH, PART, NativePool, NativeReader
 from services.kvstore.disk.queues.queue import DiskQueue, Ended
 from services.kvstore.disk.queues.writes import ThreadedWriter
+from services.kvstore.disk.segment_format import Superblock
 from services.kvstore.disk.segments.files import BlockRead, SegmentFiles
-from services.kvstore.disk.segments.format import Superblock
 from services.kvstore.disk.segments.io import SystemDiskIo, uses_system_reads_and_writes
 from services.kvstore.disk.segments.segment_file import SegmentFile
 from services.kvstore.disk.table.block import DiskBlock

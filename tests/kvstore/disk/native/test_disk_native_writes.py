@@ -17,8 +17,8 @@ from services.kvstore.disk.native.reads import NativePool
 from services.kvstore.disk.native.writes import NativeWriter
 from services.kvstore.disk.queues.queue import Ended
 from services.kvstore.disk.queues.writes import MAX_GROUP_BLOCKS
+from services.kvstore.disk.segment_format import BlockHeader
 from services.kvstore.disk.segments.files import BlockRead, BlockWrite, SegmentFiles
-from services.kvstore.disk.segments.format import BlockHeader
 from services.kvstore.disk.segments.segment_file import SyncFailed
 from services.kvstore.disk.tier import DiskTier
 from services.kvstore.dram.slots import Slot

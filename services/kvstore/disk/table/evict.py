@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection
 import numpy as np
 import numpy.typing as npt
 
-from services.kvstore.disk.policy import DiskPolicy
 from services.kvstore.disk.table.index import IndexColumns
+from services.kvstore.disk.table.policy import DiskPolicy
 
 SAMPLE_ROWS = 4096
 SAMPLE_STRETCH = 16

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from services.kvstore.disk.evict import ChainLinks, Evictor, Rows
-from services.kvstore.disk.policy import NO_KIND, BlockOrigin, DiskPolicy
-from services.kvstore.disk.quota import DiskQuota
 from services.kvstore.disk.table.block import Slab
+from services.kvstore.disk.table.evict import ChainLinks, Evictor, Rows
 from services.kvstore.disk.table.index import DiskIndex, IndexColumns
+from services.kvstore.disk.table.policy import NO_KIND, BlockOrigin, DiskPolicy
+from services.kvstore.disk.table.quota import DiskQuota
 from services.kvstore.policy.history import FIRST_WANT
 
 MAX_DEPTH = 0xFFFF
