@@ -16,8 +16,8 @@ from services.kvstore.dram.slots import Block, Slot
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.loading.pending_loads import PendingLoads
 from services.kvstore.loading.tombstones import Tombstones
+from services.kvstore.pool.agent.protocol import CORRUPT
 from services.kvstore.pool.agent_client import AgentClient, Staged
-from services.kvstore.pool.fetch import CORRUPT
 from services.kvstore.pool.value import HEADER_BYTES, header_proof, proof_of
 from slipstream.errors import Unavailable
 
@@ -106,7 +106,7 @@ class PoolPromoter:
             )
             self.failovers += answer["failovers"]
             self.corrupt_blocks += answer["outcome"].count(CORRUPT)
-            await self._take_over(sizes, staged, answer["outcome"], since_epoch=since_epoch)
+            await self._publish_arrived(sizes, staged, answer["outcome"], since_epoch=since_epoch)
         except Unavailable as error:
             log.info("%d blocks not loaded from the pool: %s", len(sizes), error)
         except Exception:  # a defect: these blocks are misses, and later loads go on
@@ -117,7 +117,7 @@ class PoolPromoter:
             for key in sizes:
                 self._complete(key, self.dram.get(key))
 
-    async def _take_over(
+    async def _publish_arrived(
         self, sizes: Mapping[bytes, int], staged: Staged, outcome: Sequence[int], *, since_epoch: int
     ) -> None:
         """Copy arrived values to slots, and publish those that verify there."""

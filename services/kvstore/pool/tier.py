@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from services.kvstore.dram.slots import Block
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.loading.tombstones import Tombstones
+from services.kvstore.pool.agent.protocol import CORRUPT, MISSING, UNREACHABLE
 from services.kvstore.pool.agent_client import AgentClient
 from services.kvstore.pool.config import PoolOptions
-from services.kvstore.pool.fetch import CORRUPT, MISSING, UNREACHABLE
 from services.kvstore.pool.inventory import Inventory
 from services.kvstore.pool.promotion import GET_S, PoolPromoter, PoolPromotion
 from services.kvstore.pool.value import HEADER_BYTES

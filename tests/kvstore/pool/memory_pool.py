@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from services.kvstore.pool.agent.protocol import MISSING
 from services.kvstore.pool.agent.staging import Extents, SharedMemory
 from services.kvstore.pool.agent_client import PoolListener, Staged
 from services.kvstore.pool.config import PoolOptions
-from services.kvstore.pool.fetch import MISSING
 from slipstream.errors import Unavailable
 
 MAX_VALUES = 96

@@ -18,11 +18,11 @@ from libs.common.etcd.access import EtcdAccess
 from libs.common.runtime.loading import load_settings
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.pool.agent.client_guard import ClientGuard, Replica
+from services.kvstore.pool.agent.fetch import Fetched, Fetcher
 from services.kvstore.pool.agent.node_readers import MAX_READERS, NodeReaders, ValueRead
-from services.kvstore.pool.agent.protocol import keys_of, packed, unpacked
+from services.kvstore.pool.agent.protocol import CORRUPT, MISSING, UNREACHABLE, keys_of, packed, unpacked
 from services.kvstore.pool.agent.staging import Extent, Extents, SharedMemory
 from services.kvstore.pool.config import PoolOptions, pool_master
-from services.kvstore.pool.fetch import CORRUPT, MISSING, UNREACHABLE, Fetched, Fetcher
 from services.kvstore.pool.health import FIRST_PROBE_S, MAX_PROBE_S, PROBE_EVERY_S, PoolHealth
 from services.kvstore.pool.value import HEADER_BYTES, name_of, pack_header, verify_value
 from services.kvstore.settings import NodeSettings, options_of

@@ -21,11 +21,11 @@ from typing import Any
 from libs.common.runtime.parent_death import end_with_parent
 from libs.common.telemetry.logs import configure_logging
 from services.kvstore.pool.agent.client_guard import NO_SPACE, ClientGuard, connect
+from services.kvstore.pool.agent.fetch import Fetcher
 from services.kvstore.pool.agent.inventory_client import InventoryClient
 from services.kvstore.pool.agent.node_readers import NodeReaders
 from services.kvstore.pool.agent.protocol import keys_of, packed, unpacked
 from services.kvstore.pool.agent.staging import Extent, SharedMemory
-from services.kvstore.pool.fetch import Fetcher
 from services.kvstore.pool.value import HEADER_BYTES, NAME_PREFIX, name_of, verify_value
 from slipstream.errors import FailedPrecondition, SlipstreamError, Unavailable
 

@@ -8,6 +8,7 @@ node -> agent   {"id": 7, "do": "find", "keys": [hex, ..]}
 agent -> node   {"ready": "host:port"}                   once, when its segment is in the pool
                 {"id": 7, "sizes": [..]}                 0 = miss
                 {"id": 8, "outcome": [..], "late": bool, "failovers": n, "removed": n}
+                                                         each is a length, MISSING, UNREACHABLE or CORRUPT
                 {"id": 9, "dropped": n}
                 {"id": 11, "new": [..], "gone": [..], "more": bool, "segments": [name, ..]}
                 or {"id": 11, "list_error": "why"}
@@ -24,6 +25,8 @@ from typing import Any
 
 # A line has about 40 bytes per block.
 MAX_LINE_BYTES = 4 << 20
+# Outcomes of a value that a get did not read.
+MISSING, UNREACHABLE, CORRUPT = 0, -1, -2
 
 
 def packed(message: Mapping[str, Any]) -> bytes:

@@ -14,10 +14,10 @@ from typing import Protocol
 
 from services.kvstore.pool.agent.client_guard import Replica
 from services.kvstore.pool.agent.node_readers import ValueRead
+from services.kvstore.pool.agent.protocol import CORRUPT, MISSING, UNREACHABLE
 from services.kvstore.pool.agent.staging import Extent, SharedMemory
 from services.kvstore.pool.value import HEADER_BYTES, name_of, verify_value
 
-MISSING, UNREACHABLE, CORRUPT = 0, -1, -2
 # Bounds of one fetch and of one round of replica reads, whatever the nodes do.
 FETCH_S = 1.5
 ROUND_S = 0.6
