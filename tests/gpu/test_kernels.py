@@ -10,7 +10,7 @@ import torch
 
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.sampling.sampler import sample
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from libs.engine.step.step_model import SequenceRows
 from libs.engine.step.types import SamplingParams
 from tests.support.random_checkpoint import BENCH_CONFIG, RandomCheckpoint, write_random_checkpoint
@@ -18,10 +18,10 @@ from tests.support.random_checkpoint import BENCH_CONFIG, RandomCheckpoint, writ
 pytestmark = pytest.mark.gpu
 
 
-def batch(rows: list[int], contexts: list[int], *, seed: int) -> Batch:
+def batch(rows: list[int], contexts: list[int], *, seed: int) -> ForwardBatch:
     n_rows = sum(rows)
     n_blocks = 16
-    return Batch(
+    return ForwardBatch(
         token_ids=np.random.default_rng(seed).integers(0, 4096, n_rows).astype(np.int32),
         positions=np.concatenate([np.arange(c - n, c) for n, c in zip(rows, contexts, strict=True)]),
         query_start=np.concatenate(([0], np.cumsum(rows))).astype(np.int32),

@@ -17,7 +17,7 @@ from libs.engine.core.engine import PagedEngine
 from libs.engine.core.torch_model import TorchModel
 from libs.engine.graphs.step_graphs import MAX_GRAPH_BYTES, CudaGraphs, PlainSteps, StepGraphs
 from libs.engine.model.runner import ModelRunner, RunnerOptions
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from libs.engine.step.step_model import SequenceRows
 from libs.engine.step.stop_flag import StopFlag
 from libs.engine.step.types import SamplingParams, SequenceSpec
@@ -51,11 +51,13 @@ def make_model(runner: ModelRunner, graphs: StepGraphs | None) -> TorchModel:
     return TorchModel(runner, max_batch=MAX_BATCH, max_draft_tokens=3, graphs=graphs)
 
 
-def step(n: int, rows_each: int, kind: SamplingParams, *, seed: int) -> tuple[Batch, list[SequenceRows]]:
+def step(
+    n: int, rows_each: int, kind: SamplingParams, *, seed: int
+) -> tuple[ForwardBatch, list[SequenceRows]]:
     random = np.random.default_rng(seed)
     contexts = random.integers(rows_each, N_BLOCKS * 64, n).astype(np.int32)
     starts = np.arange(n + 1, dtype=np.int32) * rows_each
-    batch = Batch(
+    batch = ForwardBatch(
         token_ids=random.integers(0, 4096, n * rows_each).astype(np.int32),
         positions=(contexts[:, None] - rows_each + np.arange(rows_each)).flatten().astype(np.int32),
         query_start=starts,
@@ -88,7 +90,7 @@ def test_a_graph_has_the_bits_of_the_step_that_it_holds(runner: ModelRunner, n: 
     assert graphs.n_graphs == 4, "one forward pass, and greedy, drawn and cut choices"
 
 
-def steps_logits(model: TorchModel, batch: Batch) -> torch.Tensor:
+def steps_logits(model: TorchModel, batch: ForwardBatch) -> torch.Tensor:
     assert model._decode_steps is not None
     return model._decode_steps.logits[: batch.n_rows].clone()
 

@@ -13,7 +13,7 @@ import torch
 from bench.gpu.case import Bench, Figure, ReportCase
 from bench.gpu.cases.installed import check_installed
 from libs.engine.model.runner import ModelRunner, RunnerOptions
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from tests.support.random_checkpoint import (
     BENCH_CONFIG,
     TINY_CONFIG,
@@ -74,7 +74,7 @@ def _own_logits(model_dir: Path, tokens: np.ndarray, device: torch.device) -> to
         **dtypes,  # type: ignore[arg-type]
     )
     positions = np.arange(len(tokens), dtype=np.int32)
-    batch = Batch(
+    batch = ForwardBatch(
         token_ids=tokens,
         positions=positions,
         query_start=np.array([0, len(tokens)], np.int32),

@@ -28,7 +28,7 @@ from libs.engine.core.torch_model import TorchModel
 from libs.engine.graphs.step_graphs import CudaGraphs, PlainSteps, StepGraphs
 from libs.engine.model.runner import ModelRunner
 from libs.engine.model_spec.config import ModelConfig
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from libs.engine.step.step_model import SequenceRows
 from libs.engine.step.stop_flag import StopFlag
 from libs.engine.step.types import SamplingParams
@@ -154,14 +154,14 @@ class StepSubject:
             **self._bench.ceilings.shares(total_work(works), taken_us),
         }
 
-    def _batch(self, step: StepShape) -> tuple[Batch, list[SequenceRows]]:
+    def _batch(self, step: StepShape) -> tuple[ForwardBatch, list[SequenceRows]]:
         random = np.random.default_rng(step.batch)
         n_blocks = -(-step.context // self._sizes.block_tokens)
         table = random.permutation(step.batch * n_blocks).astype(np.int32).reshape(step.batch, n_blocks)
         tokens = random.integers(0, self._config.vocab_size, (step.batch, step.context)).astype(np.int32)
         positions = np.arange(step.context - step.rows, step.context, dtype=np.int32)
         starts = np.arange(step.batch + 1, dtype=np.int32) * step.rows
-        batch = Batch(
+        batch = ForwardBatch(
             token_ids=tokens[:, -step.rows :].flatten(),
             positions=np.tile(positions, step.batch),
             query_start=starts,

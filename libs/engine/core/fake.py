@@ -23,7 +23,7 @@ from libs.common.block_hash import TokenArray
 from libs.common.transport.registered_memory import PageAlignedMemory
 from libs.engine.core.engine import PagedEngine
 from libs.engine.sampling.token_masks import compute_masks
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from libs.engine.step.prompt_scores import PromptScores
 from libs.engine.step.step_model import BAD_TOKEN, SequenceRows, StepResult
 from libs.engine.step.stop_flag import StepAborted, StopFlag
@@ -77,7 +77,7 @@ class FakeModel:
         self._sleep = sleep
         self._grown: dict[bytes, _FakeBlock] = {}  # by the state before the block
 
-    def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
+    def run(self, batch: ForwardBatch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         chains = [self._compute(r, stop) for r in rows]
         self._sleep(self._pace_s_per_token * batch.n_rows)
         if stop.is_set:
@@ -165,7 +165,7 @@ class FakeModel:
         return TokenLogprobs(-0.125, tuple((t, -0.125 - j) for j, t in enumerate(top)))
 
 
-def _fake_scores(batch: Batch, vocab_size: int) -> PromptScores | None:
+def _fake_scores(batch: ForwardBatch, vocab_size: int) -> PromptScores | None:
     """Scores that name their token: its log probability is -(1 + token / 1024), its rank the token's id."""
     tokens = batch.scored_tokens
     if not len(tokens):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from libs.engine.step.page_parts import PageParts
 from libs.engine.step.step_model import SequenceRows, StepModel, StepResult
 from libs.engine.step.stop_flag import StopFlag
@@ -43,7 +43,7 @@ class PacedModel:
     def page_parts(self) -> PageParts | None:
         return self.model.page_parts
 
-    def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
+    def run(self, batch: ForwardBatch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         began_s = self._clock()
         result = self.model.run(batch, rows, stop)
         self._sleep(max(self._least_step_s - (self._clock() - began_s), 0.0))

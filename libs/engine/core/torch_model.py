@@ -19,7 +19,7 @@ from libs.engine.model_spec.plan import absorbed_row_limit
 from libs.engine.sampling.device_draws import samples_on_device
 from libs.engine.sampling.sampler import sample
 from libs.engine.sampling.token_masks import MaskThread
-from libs.engine.step.batch import Batch, ForwardOutput, Int32Array
+from libs.engine.step.batch import ForwardBatch, ForwardOutput, Int32Array
 from libs.engine.step.device_rows import DeviceRows, FeatureArray
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.page_parts import PageParts
@@ -105,13 +105,13 @@ class TorchModel:
         """The kernels of the model, for a draft head on the same thread."""
         return self._runner.loaded_kernels
 
-    def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
+    def run(self, batch: ForwardBatch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         if self._decode_steps is not None and stop.is_set:
             raise StepAborted
         with self._ended_on_error():
             return self._run(batch, rows, stop)
 
-    def _run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
+    def _run(self, batch: ForwardBatch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         chosen = self._run_on_device(batch, rows)
         if chosen is not None:
             return chosen
@@ -137,7 +137,7 @@ class TorchModel:
             r.n_rows == r.n_sampled == 1 and samples_on_device(r) for r in rows
         )
 
-    def launch(self, batch: Batch, rows: Sequence[SequenceRows], sources: Int32Array) -> LaunchedStep:
+    def launch(self, batch: ForwardBatch, rows: Sequence[SequenceRows], sources: Int32Array) -> LaunchedStep:
         """See `AheadModel`."""
         with self._ended_on_error():
             tokens = None if self._decode_steps is None else self._decode_steps.launch(batch, rows, sources)
@@ -155,7 +155,7 @@ class TorchModel:
                 wait_for_device(self._device)
             raise
 
-    def _run_on_device(self, batch: Batch, rows: Sequence[SequenceRows]) -> StepResult | None:
+    def _run_on_device(self, batch: ForwardBatch, rows: Sequence[SequenceRows]) -> StepResult | None:
         """A step whose tokens are chosen in its graph; None where the host has a part in them."""
         if self._decode_steps is None or not all(samples_on_device(r) for r in rows):
             return None
@@ -174,7 +174,7 @@ class TorchModel:
         values: FloatArray = features.float().cpu().numpy()
         return values
 
-    def _forward(self, batch: Batch, stop: StopFlag) -> ForwardOutput:
+    def _forward(self, batch: ForwardBatch, stop: StopFlag) -> ForwardOutput:
         output = None if self._decode_steps is None else self._decode_steps.forward(batch)
         return output or self._runner.forward(batch, stop)
 

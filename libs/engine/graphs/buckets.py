@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from libs.engine.step.padded_rows import padded_rows
 
 # Verify rows beyond this cost more than their launches, so their steps need no graph.
@@ -79,7 +79,7 @@ def planned_buckets(limits: BucketLimits) -> list[StepBucket]:
     return sorted(buckets, key=lambda bucket: bucket.n_rows, reverse=True)
 
 
-def choose_bucket(batch: Batch, limits: BucketLimits) -> StepBucket | None:
+def choose_bucket(batch: ForwardBatch, limits: BucketLimits) -> StepBucket | None:
     """The smallest bucket with room for the batch.
 
     None for a batch with a row that is not sampled, with scored rows, or beyond the limits, and for features

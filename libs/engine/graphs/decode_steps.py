@@ -18,7 +18,7 @@ from libs.engine.graphs.step_inputs import StepInputs
 from libs.engine.kernels.gpu.sampling_cut import cut_rows
 from libs.engine.model_spec.plan import plan_batch
 from libs.engine.sampling.device_draws import DrawArrays, choose_tokens, draw_arrays
-from libs.engine.step.batch import Batch, ForwardOutput, Int32Array
+from libs.engine.step.batch import ForwardBatch, ForwardOutput, Int32Array
 from libs.engine.step.step_model import SequenceRows
 
 if TYPE_CHECKING:
@@ -95,13 +95,13 @@ class DecodeSteps:
         on_captured(len(buckets), len(buckets))
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> ForwardOutput | None:
+    def forward(self, batch: ForwardBatch) -> ForwardOutput | None:
         """The logits of a batch, in the buffers; None for a batch without a bucket."""
         if self._run_forward(batch, None, None) is None:
             return None
         return ForwardOutput(self.logits[: batch.n_rows], self.features_of(batch))
 
-    def features_of(self, batch: Batch) -> torch.Tensor | None:
+    def features_of(self, batch: ForwardBatch) -> torch.Tensor | None:
         """The features that the last step, which was that of `batch`, has computed."""
         if not batch.want_features or not self._limits.has_features:
             return None
@@ -109,7 +109,7 @@ class DecodeSteps:
 
     @torch.inference_mode()
     def launch(
-        self, batch: Batch, rows: Sequence[SequenceRows], sources: Int32Array | None = None
+        self, batch: ForwardBatch, rows: Sequence[SequenceRows], sources: Int32Array | None = None
     ) -> LaunchedTokens | None:
         """Begin a step whose rows all sample on the device; None for a batch without a bucket.
 
@@ -123,7 +123,7 @@ class DecodeSteps:
         return LaunchedTokens(self.tokens[: batch.n_rows])
 
     def _run_forward(
-        self, batch: Batch, sources: Int32Array | None, draws: DrawArrays | None
+        self, batch: ForwardBatch, sources: Int32Array | None, draws: DrawArrays | None
     ) -> StepBucket | None:
         bucket = choose_bucket(batch, self._limits)
         if bucket is None:

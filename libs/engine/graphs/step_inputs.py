@@ -18,7 +18,7 @@ from libs.engine.kernels.gpu.kv_splits import KvSplits, choose_split_tokens, spl
 from libs.engine.kv.cache import PagedLatentCache
 from libs.engine.model_spec.plan import ALL_SLOTS, BatchPlan
 from libs.engine.sampling.device_draws import DrawArrays, DrawParameters
-from libs.engine.step.batch import Batch, Int32Array
+from libs.engine.step.batch import ForwardBatch, Int32Array
 
 _ALIGNMENT_BYTES = 64
 _LEAST_SPLIT_TOKENS = 256  # of a sequence without tokens; no program reads it
@@ -83,7 +83,7 @@ class StepInputs:
         self._view("split_tokens").fill_(_LEAST_SPLIT_TOKENS)
 
     def fill(
-        self, batch: Batch, plan: BatchPlan, sources: Int32Array | None, draws: DrawArrays | None
+        self, batch: ForwardBatch, plan: BatchPlan, sources: Int32Array | None, draws: DrawArrays | None
     ) -> None:
         """Begin to copy the inputs of a step. `plan` is that of `batch`, in the host."""
         offset, _, (_, n_sequences) = self._places["page_table"]
@@ -136,7 +136,7 @@ def _layout(bucket: StepBucket, rope_pairs: int, n_blocks: int) -> list[tuple[st
     ]
 
 
-def _fill_plan(fields: _Fields, batch: Batch, plan: BatchPlan, n_splits: int) -> None:
+def _fill_plan(fields: _Fields, batch: ForwardBatch, plan: BatchPlan, n_splits: int) -> None:
     n_rows, n_sequences = batch.n_rows, batch.n_sequences
     split_tokens = choose_split_tokens(plan.context_len, n_splits)
     fields["token_ids"][:n_rows] = batch.token_ids

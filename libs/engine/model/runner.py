@@ -33,7 +33,7 @@ from libs.engine.packed.packed_key import packed_key, packed_path
 from libs.engine.packed.shared_weights import PackedSource, open_shared_weights
 from libs.engine.packed.weight_store import PrivateWeights, WeightStore
 from libs.engine.sampling.prompt_scoring import score_prompts
-from libs.engine.step.batch import Batch, ForwardOutput
+from libs.engine.step.batch import ForwardBatch, ForwardOutput
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.stop_flag import StepAborted, StopFlag
 from slipstream.errors import FailedPrecondition, InvalidArgument
@@ -141,7 +141,7 @@ class ModelRunner:
         """Do nothing: the runner has no other process, as a group has."""
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, stop: StopFlag | None = None) -> ForwardOutput:
+    def forward(self, batch: ForwardBatch, stop: StopFlag | None = None) -> ForwardOutput:
         """Write the latents of all rows into the cache; return the wanted logits, features and scores.
 
         Raises InvalidArgument, before any write, for an inconsistent batch. Raises StepAborted soon after

@@ -12,7 +12,7 @@ from libs.engine.kv.cache import PagedLatentCache
 from libs.engine.model_spec.config import ModelConfig
 from libs.engine.model_spec.kv_share import KvShare
 from libs.engine.model_spec.rope import Rope
-from libs.engine.step.batch import Batch, Int32Array
+from libs.engine.step.batch import ForwardBatch, Int32Array
 from slipstream.errors import InvalidArgument
 
 ALL_SLOTS = KvShare()
@@ -48,7 +48,7 @@ class BatchPlan:
 
 
 def plan_batch(
-    batch: Batch, config: ModelConfig, rope: Rope, cache: PagedLatentCache, share: KvShare = ALL_SLOTS
+    batch: ForwardBatch, config: ModelConfig, rope: Rope, cache: PagedLatentCache, share: KvShare = ALL_SLOTS
 ) -> BatchPlan:
     """Plan a batch. Raises InvalidArgument naming the inconsistent field of the batch."""
     block_tokens = cache.shape.block_tokens
@@ -102,7 +102,7 @@ def long_prompt_rows(config: ModelConfig) -> int:
     return -(-4 * expansion // (config.qk_head_dim + config.v_head_dim))
 
 
-def _check(batch: Batch, config: ModelConfig, cache: PagedLatentCache) -> None:
+def _check(batch: ForwardBatch, config: ModelConfig, cache: PagedLatentCache) -> None:
     rows = np.diff(batch.query_start)
     lengths: npt.NDArray[np.int32] = batch.context_len
     if batch.n_rows < 1 or batch.n_sequences < 1:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from libs.engine.parallel.links import GroupLinks
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 
 _END, _STEP = 0, 1
 
@@ -38,11 +38,13 @@ class PageCommand:
 
 
 # Without `scored_top`: only rank 0 has logits to score.
-_ARRAYS = tuple(field.name for field in fields(Batch) if field.name not in ("want_features", "scored_top"))
+_ARRAYS = tuple(
+    field.name for field in fields(ForwardBatch) if field.name not in ("want_features", "scored_top")
+)
 _HEADER_WORDS = 3 + len(_ARRAYS)  # kind, want_features, columns of the page table, then the arrays' sizes
 
 
-def send_step(links: GroupLinks, batch: Batch) -> None:
+def send_step(links: GroupLinks, batch: ForwardBatch) -> None:
     """Rank 0 only: let all other ranks run `batch`."""
     arrays = [np.ascontiguousarray(getattr(batch, name), dtype=np.int32) for name in _ARRAYS]
     header = [_STEP, int(batch.want_features), batch.page_table.shape[1], *(a.size for a in arrays)]
@@ -62,7 +64,7 @@ def send_end(links: GroupLinks) -> None:
     links.broadcast(torch.tensor([_END] * _HEADER_WORDS))
 
 
-def receive(links: GroupLinks) -> Batch | PageCommand | None:
+def receive(links: GroupLinks) -> ForwardBatch | PageCommand | None:
     """Wait for the next command; None at the end of the stream."""
     header = torch.empty(_HEADER_WORDS, dtype=torch.int64)
     links.broadcast(header)
@@ -79,4 +81,4 @@ def receive(links: GroupLinks) -> Batch | PageCommand | None:
     parts = np.split(payload.numpy(), np.cumsum(sizes)[:-1])
     arrays: dict[str, Any] = dict(zip(_ARRAYS, parts, strict=True))
     arrays["page_table"] = arrays["page_table"].reshape(-1, n_columns)
-    return Batch(**arrays, want_features=bool(want_features))
+    return ForwardBatch(**arrays, want_features=bool(want_features))

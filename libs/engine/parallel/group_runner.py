@@ -31,7 +31,7 @@ from libs.engine.parallel.rank_model import RankModel, RankOptions
 from libs.engine.parallel.shared_pages import SharedPageMemory
 from libs.engine.parallel.sizes import ParallelSizes, check_sizes
 from libs.engine.parallel.stage_loader import choose_stages
-from libs.engine.step.batch import Batch, ForwardOutput
+from libs.engine.step.batch import ForwardBatch, ForwardOutput
 from libs.engine.step.page_parts import PageParts
 from libs.engine.step.stop_flag import StepAborted, StopFlag
 from libs.engine.step.turn_lock import TurnLock
@@ -130,7 +130,7 @@ class GroupRunner:
         return self._model.kernels
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, stop: StopFlag | None = None) -> ForwardOutput:
+    def forward(self, batch: ForwardBatch, stop: StopFlag | None = None) -> ForwardOutput:
         """Run like `ModelRunner.forward`; `stop` counts before the pass only.
 
         Raises GroupBroken when the pass fails at this rank, which includes a lost connection to another one.

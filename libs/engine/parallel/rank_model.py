@@ -30,7 +30,7 @@ from libs.engine.parallel.split import count_micro_batches, split_rows, split_se
 from libs.engine.parallel.stage_loader import StageLoader, StageWeights
 from libs.engine.parallel.stage_stack import StagePlan, StageStack
 from libs.engine.sampling.prompt_scoring import score_prompts
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.prompt_scores import PromptScores
 from slipstream.errors import FailedPrecondition
@@ -161,7 +161,7 @@ class RankModel:
         return cls(options, config, kernels, weights, links, pages)
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> RankOutput:
+    def run(self, batch: ForwardBatch) -> RankOutput:
         """Run a batch that `plan_batch` accepts: through the stages in micro-batches, then the logits."""
         captured = self._captured(batch)
         parts = split_rows(batch, count_micro_batches(batch.n_rows, self.options.sizes.pp))
@@ -191,7 +191,7 @@ class RankModel:
         self._links.wait_for_all()
 
     def _run_part(
-        self, batch: Batch, captured: Sequence[int]
+        self, batch: ForwardBatch, captured: Sequence[int]
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """The residual stream behind this stage, and the outputs of captured layers so far."""
         layers = self._stack.indices
@@ -209,11 +209,11 @@ class RankModel:
             self._links.send_on(torch.stack([x, *(outputs[i] for i in captured if i in outputs)]))
         return x, outputs
 
-    def _captured(self, batch: Batch) -> Sequence[int]:
+    def _captured(self, batch: ForwardBatch) -> Sequence[int]:
         """Distinct layers whose outputs are wanted, ascending, so that all stages send them in one order."""
         return sorted(set(self.options.feature_layers)) if batch.want_features else ()
 
-    def _plan(self, batch: Batch) -> StagePlan:
+    def _plan(self, batch: ForwardBatch) -> StagePlan:
         rows = split_sequences(batch, self.options.sizes.dp)[self._place.data_part]
         own = take_rows(batch, rows)
         if own is None:

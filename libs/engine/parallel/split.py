@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 
 # A stage that multiplies fewer rows than this reads its weights as long as it computes.
 MICRO_BATCH_ROWS = 64
@@ -18,7 +18,7 @@ def count_micro_batches(n_rows: int, n_stages: int) -> int:
     return 1 if n_stages == 1 else max(1, min(4 * n_stages, n_rows // MICRO_BATCH_ROWS))
 
 
-def split_rows(batch: Batch, n_parts: int) -> list[Batch]:
+def split_rows(batch: ForwardBatch, n_parts: int) -> list[ForwardBatch]:
     """Consecutive rows of the batch in parts of about equal size; at most one part a row.
 
     The parts must run in order, as a sequence may continue in the next one. `logit_rows` of the parts are
@@ -29,7 +29,7 @@ def split_rows(batch: Batch, n_parts: int) -> list[Batch]:
     return [_rows(batch, *edge) for edge in pairwise(edges)]
 
 
-def split_sequences(batch: Batch, n_parts: int) -> list[slice]:
+def split_sequences(batch: ForwardBatch, n_parts: int) -> list[slice]:
     """The rows of each part: whole sequences, in order, of about equal cost. A part may be empty."""
     rows = np.diff(batch.query_start).astype(np.float64)
     cost = np.cumsum(rows * (batch.context_len + _ROW_COST_TOKENS))
@@ -39,12 +39,12 @@ def split_sequences(batch: Batch, n_parts: int) -> list[slice]:
     return [slice(int(begin), int(end)) for begin, end in pairwise(edges)]
 
 
-def take_rows(batch: Batch, rows: slice) -> Batch | None:
+def take_rows(batch: ForwardBatch, rows: slice) -> ForwardBatch | None:
     """The batch of some rows, or None for no rows."""
     return _rows(batch, rows.start, rows.stop) if rows.stop > rows.start else None
 
 
-def _rows(batch: Batch, begin: int, end: int) -> Batch:
+def _rows(batch: ForwardBatch, begin: int, end: int) -> ForwardBatch:
     starts = batch.query_start
     first = int(np.searchsorted(starts, begin, side="right")) - 1
     last = int(np.searchsorted(starts, end, side="left"))  # sequences [first, last)
@@ -52,7 +52,7 @@ def _rows(batch: Batch, begin: int, end: int) -> Batch:
     # Rows of the last sequence behind the part are not in its context yet.
     context_len = batch.context_len[first:last].copy()
     context_len[-1] -= int(starts[last]) - end
-    return Batch(
+    return ForwardBatch(
         token_ids=batch.token_ids[begin:end],
         positions=batch.positions[begin:end],
         query_start=clipped - np.int32(begin),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from libs.engine.step.prompt_scores import PromptScores
 
 # The logits that exist at once: 102 rows of a vocabulary of 163,840.
@@ -15,7 +15,7 @@ MAX_LOGITS_BYTES = 64 << 20
 
 
 def score_prompts(
-    batch: Batch, logits_of: Callable[[torch.Tensor], torch.Tensor | None], *, vocab_size: int
+    batch: ForwardBatch, logits_of: Callable[[torch.Tensor], torch.Tensor | None], *, vocab_size: int
 ) -> PromptScores | None:
     """Score `batch.scored_tokens` by their rows; None without any. `first` of the result is 0.
 

@@ -21,7 +21,7 @@ def _no_rows() -> Int32Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ForwardBatch:
     """Query rows of S sequences, concatenated: prefill chunks, single decode rows and verify rows alike.
 
     token_ids [T] i32     input token of each query row
@@ -59,9 +59,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """logits [R, V] fp32, ordered as `Batch.logit_rows`; features [T, H] fp32 if wanted, else None.
+    """logits [R, V] fp32, ordered as `ForwardBatch.logit_rows`; features [T, H] fp32 if wanted, else None.
 
-    scores: of the scored tokens in the order of `Batch.scored_rows`, None without any.
+    scores: of the scored tokens in the order of `ForwardBatch.scored_rows`, None without any.
     """
 
     logits: torch.Tensor

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from libs.common.block_hash import TokenArray
-from libs.engine.step.batch import Batch, Int32Array
+from libs.engine.step.batch import ForwardBatch, Int32Array
 from libs.engine.step.constraint import TokenConstraint
 from libs.engine.step.device_rows import FeatureArray
 from libs.engine.step.page_parts import PageParts
@@ -87,7 +87,7 @@ class StepModel(Protocol):
         """The parts of pages that steps write outside of `memory`; None: they write all in `memory`."""
         ...
 
-    def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
+    def run(self, batch: ForwardBatch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         """Write the KV of all rows and sample. An error changes no sequence. Nothing of it runs afterwards.
 
         Raises StepAborted soon after `stop` was set; then a later step computes the rows' KV again.
@@ -115,7 +115,7 @@ class AheadModel(StepModel, Protocol):
         """Whether the host has no part in these rows between their launch and their tokens."""
         ...
 
-    def launch(self, batch: Batch, rows: Sequence[SequenceRows], sources: Int32Array) -> PendingStep:
+    def launch(self, batch: ForwardBatch, rows: Sequence[SequenceRows], sources: Int32Array) -> PendingStep:
         """Begin to write the KV of all rows and to sample; launched steps run in their order.
 
         Row i takes the token of row sources[i] of the step that was launched before; where that is -1, the
@@ -124,7 +124,7 @@ class AheadModel(StepModel, Protocol):
         ...
 
 
-def lay_out(rows: Sequence[SequenceRows], *, block_tokens: int, want_features: bool) -> Batch:
+def lay_out(rows: Sequence[SequenceRows], *, block_tokens: int, want_features: bool) -> ForwardBatch:
     """The batch that computes `rows`, in their order."""
     starts = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum([r.n_rows for r in rows], out=starts[1:])
@@ -138,7 +138,7 @@ def lay_out(rows: Sequence[SequenceRows], *, block_tokens: int, want_features: b
         np.arange(starts[i + 1] - r.n_sampled, starts[i + 1], dtype=np.int32) for i, r in enumerate(rows)
     ]
     scored_rows = [np.arange(start, start + len(r.scored)) for start, r in zip(starts, rows, strict=False)]
-    return Batch(
+    return ForwardBatch(
         token_ids=np.concatenate([r.tokens[len(r.tokens) - r.n_rows :] for r in rows]).astype(np.int32),
         positions=np.concatenate(positions),
         query_start=starts,

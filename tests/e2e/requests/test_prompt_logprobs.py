@@ -15,7 +15,7 @@ import torch
 
 from bench.serve.prompt_lengths import words_of
 from libs.engine.model.runner import ModelRunner, RunnerOptions
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from libs.text.tokenizer import Tokenizer
 from supervisor.configuration.cluster_options import DEFAULT_MODEL
 from tests.support.clusters.disturbance import PREFILLERS
@@ -55,7 +55,7 @@ def reference(text: str) -> torch.Tensor:
     n, n_pages = len(ids), -(-len(ids) // 64)
     runner = ModelRunner.load(DEFAULT_MODEL, RunnerOptions(n_pages=n_pages, threads=1))
     rows = np.arange(n, dtype=np.int32)
-    batch = Batch(
+    batch = ForwardBatch(
         token_ids=ids,
         positions=rows,
         query_start=np.array([0, n], np.int32),

@@ -14,7 +14,7 @@ import numpy as np
 
 from libs.engine.core.fake import FakeModel
 from libs.engine.sampling.device_draws import samples_on_device
-from libs.engine.step.batch import Batch, Int32Array
+from libs.engine.step.batch import ForwardBatch, Int32Array
 from libs.engine.step.step_model import SequenceRows, StepResult, lay_out
 from libs.engine.step.stop_flag import StopFlag
 from slipstream.errors import DataCorrupt
@@ -53,7 +53,7 @@ class DeferredModel(FakeModel):
     def can_launch(self, rows: Sequence[SequenceRows]) -> bool:
         return all(samples_on_device(r) for r in rows)
 
-    def launch(self, batch: Batch, rows: Sequence[SequenceRows], sources: Int32Array) -> DeferredStep:
+    def launch(self, batch: ForwardBatch, rows: Sequence[SequenceRows], sources: Int32Array) -> DeferredStep:
         assert batch.n_rows == len(rows) == len(sources)
         if self.fails == "launch":
             self.fails = ""
@@ -87,7 +87,7 @@ class DeferredModel(FakeModel):
             queued.tokens = self._tokens
         return wanted.tokens
 
-    def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
+    def run(self, batch: ForwardBatch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         assert not self._queue, "a step of the host began before the launched ones ended"
         self.n_rows += sum(r.n_sampled for r in rows)
         return super().run(batch, rows, stop)

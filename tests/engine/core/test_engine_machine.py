@@ -18,7 +18,7 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.fake import FakeModel, build_fake_engine, expected_tokens
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from libs.engine.step.step_model import SequenceRows, StepResult
 from libs.engine.step.stop_flag import StopFlag
 from libs.engine.step.types import SamplingParams, SequenceSpec
@@ -58,7 +58,7 @@ class AbortableModel(FakeModel):
         self.cut = False
         self.during_compute: Callable[[], None] = lambda: None  # calls of another thread during a step
 
-    def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
+    def run(self, batch: ForwardBatch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         if self.cut:
             for r in rows:
                 for at in range(len(r.tokens) - r.n_rows, len(r.tokens)):

@@ -14,7 +14,7 @@ from libs.engine.core.engine import PagedEngine
 from libs.engine.core.fake import build_fake_engine
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.sampling import prompt_scoring
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from libs.engine.step.prompt_scores import PromptScores
 from libs.engine.step.types import SequenceSpec
 from tests.engine.support import Transcript, drive, make_spec
@@ -38,7 +38,7 @@ def reference(model_dir: Path) -> torch.Tensor:
     options = RunnerOptions(n_pages=16, block_tokens=BLOCK, kernels="torch", threads=1)
     n, runner = len(PROMPT), ModelRunner.load(model_dir, options)
     rows = np.arange(n, dtype=np.int32)
-    batch = Batch(
+    batch = ForwardBatch(
         token_ids=PROMPT.astype(np.int32),
         positions=rows,
         query_start=np.array([0, n], np.int32),

@@ -17,12 +17,12 @@ from libs.engine.graphs.buckets import (
     planned_buckets,
 )
 from libs.engine.kernels.gpu.kv_splits import count_splits
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 
 
-def sampled_batch(rows: list[int]) -> Batch:
+def sampled_batch(rows: list[int]) -> ForwardBatch:
     n_rows = sum(rows)
-    return Batch(
+    return ForwardBatch(
         token_ids=np.zeros(n_rows, np.int32),
         positions=np.concatenate([np.arange(n) for n in rows]).astype(np.int32),
         query_start=np.concatenate(([0], np.cumsum(rows))).astype(np.int32),

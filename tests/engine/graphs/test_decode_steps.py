@@ -16,7 +16,7 @@ from libs.engine.core.torch_model import TorchModel
 from libs.engine.graphs.decode_steps import DecodeSteps
 from libs.engine.graphs.step_graphs import PlainSteps, StepGraph
 from libs.engine.model.runner import ModelRunner
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from libs.engine.step.load_progress import LoadProgress
 from libs.engine.step.step_model import SequenceRows
 from libs.engine.step.types import SamplingParams
@@ -54,7 +54,7 @@ def steps_of(model: TorchModel) -> DecodeSteps:
     return steps
 
 
-def poison(runner: ModelRunner, batch: Batch, *, seed: int) -> torch.Tensor:
+def poison(runner: ModelRunner, batch: ForwardBatch, *, seed: int) -> torch.Tensor:
     """Random KV in the contexts of a batch, NaN everywhere else; returns all of it."""
     pages = runner.cache.pages
     pages.fill_(torch.nan)

@@ -13,7 +13,7 @@ import tests.engine.kernels.gpu.interpreted  # noqa: F401  (before the programs)
 from libs.engine.core.torch_model import TorchModel
 from libs.engine.graphs.step_graphs import PlainSteps, StepGraphs
 from libs.engine.model.runner import ModelRunner, RunnerOptions
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 BLOCK_TOKENS = 16
@@ -50,11 +50,11 @@ def make_model(
     )
 
 
-def decode_batch(rows: list[int], contexts: list[int], *, seed: int, n_blocks: int) -> Batch:
+def decode_batch(rows: list[int], contexts: list[int], *, seed: int, n_blocks: int) -> ForwardBatch:
     """Sampled rows at the ends of contexts, each in pages of its sequence, in a shuffled order."""
     random = np.random.default_rng(seed)
     n_rows = sum(rows)
-    return Batch(
+    return ForwardBatch(
         token_ids=random.integers(0, 256, n_rows).astype(np.int32),
         positions=np.concatenate([np.arange(c - n, c) for n, c in zip(rows, contexts, strict=True)]).astype(
             np.int32

@@ -17,7 +17,7 @@ from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model.weights import ComputeDtype
 from libs.engine.model_spec.config import ModelConfig
 from libs.engine.model_spec.stored_matrix import Matrix
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from tests.engine.kernels.test_kernels import (
     CONFIG,
     ODD,
@@ -145,7 +145,7 @@ def logits_of(
     runner = ModelRunner.load(model_dir, RunnerOptions(n_pages=8, compute_dtype=compute_dtype, threads=1))
     answers, start = [], 0
     for n in parts:
-        batch = Batch(
+        batch = ForwardBatch(
             token_ids=ids[start : start + n].astype(np.int32),
             positions=np.arange(start, start + n, dtype=np.int32),
             query_start=np.array([0, n], np.int32),

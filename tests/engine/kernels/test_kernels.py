@@ -29,7 +29,7 @@ from libs.engine.model_spec.matrix import DenseMatrix
 from libs.engine.model_spec.plan import BatchPlan, plan_batch
 from libs.engine.model_spec.rope import Rope
 from libs.engine.model_spec.stored_matrix import Matrix
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from libs.engine.step.stop_flag import StepAborted, StopFlag
 from tests.support.quantize import pack_int4
 from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
@@ -151,7 +151,7 @@ def plan_of(config: ModelConfig, rows: list[int], contexts: list[int], kv_dtype:
     table = np.zeros((len(rows), max(n_blocks)), np.int32)
     for line, n in zip(table, n_blocks, strict=True):
         line[:n] = [free.pop() for _ in range(n)]
-    batch = Batch(
+    batch = ForwardBatch(
         token_ids=np.zeros(sum(rows), np.int32),
         positions=np.concatenate([np.arange(c - n, c) for n, c in zip(rows, contexts, strict=True)]),
         query_start=np.concatenate(([0], np.cumsum(rows))).astype(np.int32),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from libs.engine.model.runner import ModelRunner, RunnerOptions
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from tests.engine.long_context.plain_model import PlainModel
 from tests.engine.model.release_configs import YARN
 from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
@@ -76,7 +76,7 @@ def engine_logits(model_dir: Path, ids: np.ndarray, positions: list[int], comput
     found, start = [], 0
     for end in ends:
         rows = [position - start for position in positions if start <= position < end]
-        batch = Batch(
+        batch = ForwardBatch(
             token_ids=ids[start:end],
             positions=np.arange(start, end, dtype=np.int32),
             query_start=np.array([0, end - start], np.int32),

@@ -15,7 +15,7 @@ from bench.engine.transformers_peer import load_transformers
 from libs.engine.model.feature_head import default_feature_layers
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.model.shards import CheckpointError
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from slipstream.errors import InvalidArgument
 from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
@@ -24,9 +24,9 @@ N_LAYERS = 6
 N_TOKENS = 20
 
 
-def batch(*, want_features: bool) -> Batch:
+def batch(*, want_features: bool) -> ForwardBatch:
     ids = np.random.default_rng(0).integers(0, TINY_CONFIG["vocab_size"], N_TOKENS).astype(np.int32)
-    return Batch(
+    return ForwardBatch(
         token_ids=ids,
         positions=np.arange(N_TOKENS, dtype=np.int32),
         query_start=np.array([0, N_TOKENS], np.int32),

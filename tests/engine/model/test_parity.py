@@ -13,7 +13,7 @@ import torch
 
 from bench.engine.transformers_peer import load_transformers
 from libs.engine.model.runner import ModelRunner, RunnerOptions
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 TOLERANCE = 1e-4
@@ -104,7 +104,7 @@ def expected(pair: Pair, ids: np.ndarray) -> torch.Tensor:
     return known
 
 
-def batch_of(parts: Sequence[tuple[np.ndarray, int, Sequence[int]]]) -> Batch:
+def batch_of(parts: Sequence[tuple[np.ndarray, int, Sequence[int]]]) -> ForwardBatch:
     """Build a batch with all logits from (token ids so far, first query position, pages) per sequence."""
     rows = [np.arange(start, len(ids), dtype=np.int32) for ids, start, _ in parts]
     n_rows = [len(r) for r in rows]
@@ -112,7 +112,7 @@ def batch_of(parts: Sequence[tuple[np.ndarray, int, Sequence[int]]]) -> Batch:
     table = np.zeros((len(parts), width), np.int32)
     for line, (_, _, pages) in zip(table, parts, strict=True):
         line[: len(pages)] = pages
-    return Batch(
+    return ForwardBatch(
         token_ids=np.concatenate([ids[start:] for ids, start, _ in parts]),
         positions=np.concatenate(rows),
         query_start=np.concatenate(([0], np.cumsum(n_rows))).astype(np.int32),
@@ -177,5 +177,5 @@ def test_logit_rows_select_and_order(pair: Pair) -> None:
     full = batch_of([(ids, 0, pages_for(50))])
     wanted = pair.runner.forward(full).logits
     fields = {name: getattr(full, name) for name in full.__slots__}
-    some = Batch(**fields | {"logit_rows": np.array([49, 0, 7], np.int32)})
+    some = ForwardBatch(**fields | {"logit_rows": np.array([49, 0, 7], np.int32)})
     close(pair.runner.forward(some).logits, wanted[[49, 0, 7]])

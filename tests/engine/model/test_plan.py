@@ -12,7 +12,7 @@ from libs.engine.kv.cache import CacheShape, PagedLatentCache
 from libs.engine.model_spec.config import parse_config
 from libs.engine.model_spec.plan import absorbed_row_limit, long_prompt_rows, plan_batch
 from libs.engine.model_spec.rope import Rope
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from slipstream.errors import InvalidArgument
 from tests.engine.model.test_config import K25
 from tests.support.random_checkpoint import TINY_CONFIG
@@ -26,7 +26,7 @@ def ints(*values: Any) -> np.ndarray:
 
 
 # Two sequences: the last 3 of 20 tokens, and the last 2 of 2.
-GOOD = Batch(
+GOOD = ForwardBatch(
     token_ids=ints(5, 6, 7, 8, 9),
     positions=ints(17, 18, 19, 0, 1),
     query_start=ints(0, 3, 5),
@@ -36,7 +36,7 @@ GOOD = Batch(
 )
 
 
-def plan(batch: Batch) -> Any:
+def plan(batch: ForwardBatch) -> Any:
     return plan_batch(batch, CONFIG, Rope(CONFIG), CACHE)
 
 

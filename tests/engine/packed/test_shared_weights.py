@@ -25,7 +25,7 @@ from libs.engine.packed import packed_file, packed_key, shared_weights, weight_s
 from libs.engine.packed.file_memory import FileMemory
 from libs.engine.packed.shared_weights import PackedSource, open_shared_weights
 from libs.engine.packed.weight_store import PrivateWeights
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from libs.engine.step.load_progress import LoadProgress
 from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
@@ -67,7 +67,7 @@ def load(model: Path, folder: Path | None, **options: object) -> ModelRunner:
 def logits(runner: ModelRunner) -> torch.Tensor:
     n = 11
     return runner.forward(
-        Batch(
+        ForwardBatch(
             token_ids=np.arange(n, dtype=np.int32) * 7 + 3,
             positions=np.arange(n, dtype=np.int32),
             query_start=np.array([0, n], np.int32),

@@ -14,7 +14,7 @@ from libs.engine.core.engine import PagedEngine
 from libs.engine.core.torch_model import TorchModel
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.parallel.group_runner import GroupRunner
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from libs.engine.step.step_model import SequenceRows, lay_out
 from libs.engine.step.stop_flag import StepAborted, StopFlag
 from libs.engine.step.types import SamplingParams
@@ -92,7 +92,7 @@ def group(case: tuple[str, str], models: dict[str, Path]) -> Iterator[GroupRunne
         yield runner
 
 
-def make_batch(sequences: list[tuple[int, int]], *, want_features: bool = False) -> Batch:
+def make_batch(sequences: list[tuple[int, int]], *, want_features: bool = False) -> ForwardBatch:
     """(context, rows) of each sequence; their tokens are a function of sequence and position."""
     rows = [
         SequenceRows(

@@ -13,20 +13,20 @@ from libs.engine.parallel.split import (
     split_sequences,
     take_rows,
 )
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 
 BLOCK_TOKENS = 4
 # (rows, tokens of context before them) of each sequence.
 SEQUENCES = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), min_size=1, max_size=6)
 
 
-def make_batch(sequences: list[tuple[int, int]]) -> Batch:
+def make_batch(sequences: list[tuple[int, int]]) -> ForwardBatch:
     rows = np.array([n for n, _ in sequences], np.int32)
     context_len = np.array([sum(pair) for pair in sequences], np.int32)
     query_start = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
     positions = np.concatenate([np.arange(before, before + n) for n, before in sequences]).astype(np.int32)
     n_blocks = int(-(-context_len.max() // BLOCK_TOKENS))
-    return Batch(
+    return ForwardBatch(
         token_ids=np.arange(query_start[-1], dtype=np.int32),
         positions=positions,
         query_start=query_start,
@@ -36,7 +36,7 @@ def make_batch(sequences: list[tuple[int, int]]) -> Batch:
     )
 
 
-def rows_of(batch: Batch) -> list[tuple[int, int, int]]:
+def rows_of(batch: ForwardBatch) -> list[tuple[int, int, int]]:
     """Token, position and first page of each row; checks the invariants of a batch."""
     found = []
     for s in range(batch.n_sequences):

@@ -14,7 +14,7 @@ from libs.engine.core.engine import PagedEngine
 from libs.engine.core.fake import FakeModel, build_fake_engine, expected_tokens
 from libs.engine.scheduling.prefix_sharing import PrefixWork, common_blocks, find_followers
 from libs.engine.scheduling.scheduler import Limits, StepCandidate, schedule
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from libs.engine.step.step_model import SequenceRows, StepResult
 from libs.engine.step.stop_flag import StopFlag
 from libs.engine.step.types import SamplingParams
@@ -31,7 +31,7 @@ class CountingModel(FakeModel):
         self.__dict__.update(model.__dict__)
         self.rows: dict[str, int] = {}
 
-    def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
+    def run(self, batch: ForwardBatch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         for r in rows:
             self.rows[r.seq_id] = self.rows.get(r.seq_id, 0) + r.n_rows
         return super().run(batch, rows, stop)

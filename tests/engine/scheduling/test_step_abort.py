@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.fake import FakeModel, build_fake_engine, expected_tokens
 from libs.engine.scheduling.step_abort import MAX_CONSECUTIVE_ABORTS, StepAbort, should_abort
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from libs.engine.step.step_model import SequenceRows, StepResult
 from libs.engine.step.stop_flag import StopFlag
 from libs.engine.step.types import SamplingParams
@@ -90,7 +90,7 @@ class AbandoningModel(FakeModel):
         self.engine: PagedEngine
         self.runs: list[dict[str, int]] = []
 
-    def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
+    def run(self, batch: ForwardBatch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         self.runs.append({r.seq_id: r.n_rows for r in rows})
         for r in rows[:-1]:
             self._compute(r, stop)  # these pages are written before the abort

@@ -13,7 +13,7 @@ import pytest
 
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.fake import FakeModel, build_fake_engine, expected_tokens
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from libs.engine.step.step_model import SequenceRows, StepResult
 from libs.engine.step.stop_flag import StopFlag
 from libs.engine.step.types import Engine, PageChange, SamplingParams, SequenceSpec, StepOutput
@@ -183,7 +183,7 @@ class EndlessModel(FakeModel):
         self.__dict__.update(model.__dict__)
         self.computing = threading.Event()
 
-    def run(self, batch: Batch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
+    def run(self, batch: ForwardBatch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
         if any(r.n_rows > 1 and r.seq_id == "long" for r in rows):
             self.computing.set()
             gave_up_at = time.monotonic() + WAIT_S

@@ -12,7 +12,7 @@ import torch
 
 import tests.engine.kernels.gpu.interpreted  # noqa: F401  (before the programs)
 from libs.engine.model.runner import ModelRunner, RunnerOptions
-from libs.engine.step.batch import Batch
+from libs.engine.step.batch import ForwardBatch
 from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 # Sequences of more than 10 rows take the expanded form in this shape.
@@ -20,9 +20,11 @@ SHAPE = {"num_hidden_layers": 2, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_grou
 PAGES = [[4, 1, 3], [2, 0, 5]]
 
 
-def batch(rows: list[int], contexts: list[int], *, seed: int, pages: list[list[int]] | None = None) -> Batch:
+def batch(
+    rows: list[int], contexts: list[int], *, seed: int, pages: list[list[int]] | None = None
+) -> ForwardBatch:
     n_rows = sum(rows)
-    return Batch(
+    return ForwardBatch(
         token_ids=np.random.default_rng(seed).integers(0, 256, n_rows).astype(np.int32),
         positions=np.concatenate([np.arange(c - n, c) for n, c in zip(rows, contexts, strict=True)]),
         query_start=np.concatenate(([0], np.cumsum(rows))).astype(np.int32),
