@@ -13,7 +13,7 @@ import pytest
 from services.router.api.choices import ChoiceRuns
 from services.router.api.http.event_stream import EventStream
 from services.router.api.openai.response import ResponseWriter
-from services.router.execution.attempts.attempt import Attempt
+from services.router.execution.attempts.attempt import WorkerAttempt
 from services.router.execution.attempts.hedging import HedgedAttempt
 from services.router.execution.generation import GenerationTask
 from services.router.execution.request_state import RequestState
@@ -30,7 +30,7 @@ _KINDS = (
     GenerationTask,
     RequestState,
     HedgedAttempt,
-    Attempt,
+    WorkerAttempt,
     RemotePrefill,
     RemoteSequence,
     ResponseWriter,

@@ -48,13 +48,13 @@ _LAST_DELTA_TIMEOUT_S = 1.0
 class AttemptListener(Protocol):
     """Receives an attempt's tokens and its end. All calls are synchronous, on the event loop."""
 
-    def on_batch(self, attempt: Attempt, batch: TokenBatch) -> None:
+    def on_batch(self, attempt: WorkerAttempt, batch: TokenBatch) -> None:
         """Take the next tokens. A batch with a finish reason is the last call for the attempt."""
 
-    def on_prompt_logprobs(self, attempt: Attempt, pieces: Sequence[common_pb2.PromptLogprobs]) -> None:
+    def on_prompt_logprobs(self, attempt: WorkerAttempt, pieces: Sequence[common_pb2.PromptLogprobs]) -> None:
         """Take the next rows of the prompt, which come before all tokens."""
 
-    def on_attempt_failed(self, attempt: Attempt, failure: WorkerFailed) -> None:
+    def on_attempt_failed(self, attempt: WorkerAttempt, failure: WorkerFailed) -> None:
         """Handle the attempt's failure, the last call for the attempt."""
 
     def on_listener_error(self, error: Exception) -> None:
@@ -65,7 +65,7 @@ class AttemptListener(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Attempt:
+class WorkerAttempt:
     """One try, counted from 1. Its owner calls `begin` once, and always `release` at the end.
 
     With `defers_decode` the decode sequence starts only after the first token.

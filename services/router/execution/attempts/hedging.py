@@ -16,7 +16,7 @@ from opentelemetry.trace import INVALID_SPAN, Span
 from libs.common.cluster.worker_record import Role
 from libs.common.telemetry import tracing
 from services.router.execution.attempt_types import FINISH_NONE, TokenBatch, WorkerFailed, capped
-from services.router.execution.attempts.attempt import Attempt
+from services.router.execution.attempts.attempt import WorkerAttempt
 from services.router.execution.attempts.worker_selection import (
     choose_workers,
     note_assignment,
@@ -48,10 +48,10 @@ class HedgedAttempt:
     def __init__(self, state: RequestState, assignment: Assignment) -> None:
         self._state = state
         self._assignment = assignment
-        self._live: dict[Attempt, Assignment] = {}  # not released yet
-        self._first: Attempt | None = None
+        self._live: dict[WorkerAttempt, Assignment] = {}  # not released yet
+        self._first: WorkerAttempt | None = None
         self._first_failure: WorkerFailed | None = None  # while the hedge goes on
-        self._winner: Attempt | None = None
+        self._winner: WorkerAttempt | None = None
         self._began_s = state.context.clock()
         self._timer: asyncio.TimerHandle | None = None
         self._releases: list[asyncio.Event] = []  # set when the workers of an attempt hold nothing of it
@@ -89,7 +89,7 @@ class HedgedAttempt:
 
     # ---- calls of the attempts
 
-    def on_batch(self, attempt: Attempt, batch: TokenBatch) -> None:
+    def on_batch(self, attempt: WorkerAttempt, batch: TokenBatch) -> None:
         """See `AttemptListener`. The client gets the tokens before the statistics are updated."""
         assignment = self._live.get(attempt)
         if assignment is None or self._outcome.done() or self._state.is_closed:
@@ -104,12 +104,12 @@ class HedgedAttempt:
         elif self._state.output.stopped:
             self._outcome.set_result(AttemptEnd(assignment, common_pb2.FINISH_REASON_STOP))
 
-    def on_prompt_logprobs(self, attempt: Attempt, pieces: Sequence[common_pb2.PromptLogprobs]) -> None:
+    def on_prompt_logprobs(self, attempt: WorkerAttempt, pieces: Sequence[common_pb2.PromptLogprobs]) -> None:
         """See `AttemptListener`. Rows of both attempts count: they are those of one model."""
         if attempt in self._live and not (self._outcome.done() or self._state.is_closed):
             self._state.deliver_prompt(pieces)
 
-    def on_attempt_failed(self, attempt: Attempt, failure: WorkerFailed) -> None:
+    def on_attempt_failed(self, attempt: WorkerAttempt, failure: WorkerFailed) -> None:
         """See `AttemptListener`. When both fail, the first one's failure counts."""
         if attempt not in self._live or self._outcome.done():
             return
@@ -186,7 +186,7 @@ class HedgedAttempt:
         except Exception as error:
             self.on_listener_error(error)
 
-    def _choose_winner(self, attempt: Attempt) -> None:
+    def _choose_winner(self, attempt: WorkerAttempt) -> None:
         self._winner = self._state.delivering = attempt
         self._state.max_tokens = attempt.spec.sampling.max_tokens
         for other in list(self._live):
@@ -197,7 +197,7 @@ class HedgedAttempt:
             note_assignment(self._state, self._live[attempt])
             self._state.timeline.runs_at(self._live[attempt].decision)
 
-    def _drop(self, loser: Attempt, failure: WorkerFailed | None) -> None:
+    def _drop(self, loser: WorkerAttempt, failure: WorkerFailed | None) -> None:
         """Release the attempt that failed or was slower; the other one continues."""
         assignment = self._live.pop(loser)
         (other,) = self._live.values()
@@ -215,7 +215,7 @@ class HedgedAttempt:
 
     # ---- common
 
-    def _begin(self, assignment: Assignment, *, is_hedge: bool = False) -> Attempt:
+    def _begin(self, assignment: Assignment, *, is_hedge: bool = False) -> WorkerAttempt:
         attempt = self._make_attempt(assignment, is_hedge=is_hedge)
         self._live[attempt] = assignment
         self._state.timeline.placed(assignment.decision, attempt=attempt.number, is_hedge=is_hedge)
@@ -224,7 +224,7 @@ class HedgedAttempt:
         self._state.show_started()
         return attempt
 
-    def _make_attempt(self, assignment: Assignment, *, is_hedge: bool) -> Attempt:
+    def _make_attempt(self, assignment: Assignment, *, is_hedge: bool) -> WorkerAttempt:
         state, workers = self._state, assignment.workers
         state.context.counters.add("slipstream_attempts_total")
         span: Span = INVALID_SPAN
@@ -243,7 +243,7 @@ class HedgedAttempt:
             prompt_tokens=len(state.spec.prompt),
             worker_tokens=workers.decode.worker.max_context_tokens,
         )
-        return Attempt(
+        return WorkerAttempt(
             state.stats.attempts,
             capped(state.spec, most),
             workers,
@@ -277,7 +277,7 @@ class HedgedAttempt:
         for attempt in self._live:
             tracing.failed(error, attempt.span)
 
-    def _release(self, attempt: Attempt) -> None:
+    def _release(self, attempt: WorkerAttempt) -> None:
         """Release an attempt in a separate task, which delays no client and survives a cancel."""
         attempt.span.end()
         work = attempt.release()

@@ -11,7 +11,7 @@ import pytest
 from libs.common.block_hash import as_tokens
 from libs.common.rpc.multiplexed_client import PeerUnanswering
 from services.router.execution.attempt_types import AttemptSpec, TokenBatch, WorkerFailed, WorkerPair
-from services.router.execution.attempts.attempt import Attempt
+from services.router.execution.attempts.attempt import WorkerAttempt
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream import errors
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2
@@ -25,13 +25,13 @@ class Listener:
         self.failures: list[WorkerFailed] = []
         self.leaves = False
 
-    def on_batch(self, attempt: Attempt, batch: TokenBatch) -> None:
+    def on_batch(self, attempt: WorkerAttempt, batch: TokenBatch) -> None:
         self.tokens += batch.tokens
 
-    def on_prompt_logprobs(self, attempt: Attempt, pieces: Any) -> None:
+    def on_prompt_logprobs(self, attempt: WorkerAttempt, pieces: Any) -> None:
         raise AssertionError("no prompt asks for its log probabilities")
 
-    def on_attempt_failed(self, attempt: Attempt, failure: WorkerFailed) -> None:
+    def on_attempt_failed(self, attempt: WorkerAttempt, failure: WorkerFailed) -> None:
         self.failures.append(failure)
 
     def on_listener_error(self, error: Exception) -> None:
@@ -114,7 +114,7 @@ class AttemptRig:
             deadline_s=None,
         )
         workers = WorkerPair(prefill, decode, stream, kvstore_endpoint="")
-        self.attempt = Attempt(1, spec, workers, (), self.listener, asyncio.get_running_loop().time)
+        self.attempt = WorkerAttempt(1, spec, workers, (), self.listener, asyncio.get_running_loop().time)
         self.attempt.begin()
 
     def open(self) -> None:

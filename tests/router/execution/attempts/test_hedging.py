@@ -11,7 +11,7 @@ from opentelemetry.trace import INVALID_SPAN
 
 from libs.common.cluster.worker_record import Role
 from services.router.execution.attempt_types import TokenBatch, WorkerFailed
-from services.router.execution.attempts.attempt import Attempt
+from services.router.execution.attempts.attempt import WorkerAttempt
 from services.router.execution.attempts.hedging import AttemptEnd, HedgedAttempt
 from services.router.execution.dispatcher import Assignment
 from services.router.execution.policies.context_room import ContextRoom
@@ -94,18 +94,18 @@ class HedgedRig(HedgedAttempt):
         super().__init__(state, assignment("first"))
         self.began = asyncio.Event()
 
-    def _make_attempt(self, assignment: Assignment, *, is_hedge: bool) -> Attempt:
+    def _make_attempt(self, assignment: Assignment, *, is_hedge: bool) -> WorkerAttempt:
         if is_hedge:
             self.began.set()
-        return cast(Attempt, self.attempts["hedge" if is_hedge else "first"])
+        return cast(WorkerAttempt, self.attempts["hedge" if is_hedge else "first"])
 
     def deliver(self, name: str, token: int, finish: Any = 0) -> None:
         batch = TokenBatch([token], finish=finish)
-        self.on_batch(cast(Attempt, self.attempts[name]), batch)
+        self.on_batch(cast(WorkerAttempt, self.attempts[name]), batch)
 
     def fail(self, name: str, *, crashed: bool = False) -> None:
         failure = WorkerFailed(errors.Unavailable(name), name, is_crash=crashed)
-        self.on_attempt_failed(cast(Attempt, self.attempts[name]), failure)
+        self.on_attempt_failed(cast(WorkerAttempt, self.attempts[name]), failure)
 
 
 def assignment(name: str) -> Any:
