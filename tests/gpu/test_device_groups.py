@@ -61,7 +61,7 @@ def test_pages_of_a_peer_are_taken_by_both_devices(group: GroupRunner) -> None:
     assert parts is not None
     group.cache.pages[5].normal_()
     wanted = group.cache.pages[5].clone()
-    parts.take([5])
+    parts.scatter([5])
     parts.copy([(5, 6)])
     group.cache.pages[6].zero_()
     parts.collect([6])

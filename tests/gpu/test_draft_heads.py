@@ -21,7 +21,7 @@ from libs.engine.kernels.torch_kernels import TorchKernels
 from libs.engine.step.device_rows import DeviceRows
 from libs.engine.step.types import SamplingParams, SequenceSpec
 from services.decode.local_speculation import LocalSpeculation
-from tests.engine.eagle.random_heads import WRITERS, take_in
+from tests.engine.eagle.random_heads import WRITERS, extend_heads
 from tests.engine.random_latent_head import RandomLatentHead, write_random_latent_head
 from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 
@@ -52,7 +52,7 @@ def test_drafts_in_fp32_equal_those_of_a_cpu(cuda: str, tmp_path: Path, target_d
     WRITERS[kind](tmp_path)
     kernels = open_triton_kernels(torch.device(cuda), torch.float32)
     heads = [on_cpu(tmp_path, target_dir), build_drafter(tmp_path, target_dir, kernels=kernels)]
-    names = take_in(list(heads), seed=1)
+    names = extend_heads(list(heads), seed=1)
     wanted, found = (head.propose_batch(names, N_DRAFTS) for head in heads)
     assert found == wanted
     for least in (0.003, 0.01):
@@ -69,7 +69,7 @@ def test_most_first_drafts_in_bf16_are_those_of_a_cpu(
     heads = [on_cpu(tmp_path, target_dir), build_drafter(tmp_path, target_dir, device=cuda)]
     n_equal = n_all = 0
     for seed in range(8):
-        names = take_in(list(heads), seed=seed)
+        names = extend_heads(list(heads), seed=seed)
         wanted, found = (head.propose_batch(names, 1) for head in heads)
         n_all += len(names)
         n_equal += sum(wanted[name] == found[name] for name in names)
@@ -89,7 +89,7 @@ def test_a_head_takes_no_more_memory_than_is_counted(
     before = torch.cuda.memory_allocated(cuda)
     torch.cuda.reset_peak_memory_stats(cuda)
     head = build_drafter(tmp_path, target_dir, device=cuda)
-    names = take_in([head], seed=1)
+    names = extend_heads([head], seed=1)
     head.propose_batch(names, N_DRAFTS)
     taken = torch.cuda.max_memory_allocated(cuda) - before
     assert taken <= read_head_memory(tmp_path).n_bytes(len(names))

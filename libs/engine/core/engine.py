@@ -134,7 +134,7 @@ class PagedEngine:
             )
         block_tokens = self.info.block_tokens
         filled = slice(sequence.n_computed // block_tokens, -(-n_tokens // block_tokens))
-        self._copies.take(sequence.pages[filled])
+        self._copies.receive(sequence.pages[filled])
         sequence.n_computed = n_tokens
         # Without the block of the last token, because this engine may still compute it into this page.
         sequence.commit_blocks(min(n_tokens, sequence.n_tokens - 1), self._blocks)
@@ -157,7 +157,7 @@ class PagedEngine:
         context = sequence.n_tokens
         if first_token is None:
             sequence.n_computed = min(sequence.n_computed, context - 1)
-            sequence.take_features(self._features)
+            sequence.restore_features(self._features)
             sequence.state = SequenceState.PREFILLING
         else:
             if sequence.n_computed < context:
@@ -227,7 +227,7 @@ class PagedEngine:
         self._shares.observe([sequence.spec.salt for sequence in prefilling])
         copied = self._shared.copy_new(prefilling)
         for seq_id in copied:
-            self._sequences[seq_id].take_features(self._features)
+            self._sequences[seq_id].restore_features(self._features)
         candidates, starved = find_candidates(
             self._sequences.values(),
             drafts,

@@ -64,7 +64,7 @@ class BlockHead(ContextHead):
             self._lm_head = kernels.pack(DenseMatrix(lm_head))
             tensors.names.refuse_others()
 
-    def take_in(
+    def project_rows(
         self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
     ) -> tuple[None, ProjectedRows]:
         """Keys and values of every layer. The tokens are in the features already."""

@@ -53,7 +53,7 @@ class ContextHead(ABC):
         return PADDED_CONTEXTS if self.pads_contexts else sys.maxsize
 
     @abstractmethod
-    def take_in(
+    def project_rows(
         self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
     ) -> tuple[HeadInputs | None, ProjectedRows]:
         """Keys and values of rows for their context, and what `draft` needs of the newest ones."""

@@ -82,7 +82,7 @@ class DrafterEngine:
         tokens = torch.from_numpy(_joined([e.next_tokens for e in kept], np.int64))
         positions = torch.cat([torch.arange(e.start_position, e.end_position) for e in kept])
         features, device = join_rows([e.features for e in kept]), self._head.device
-        inputs, rows = self._head.take_in(
+        inputs, rows = self._head.project_rows(
             _placed(features, device), upload(tokens, device), upload(positions, device)
         )
         end = 0

@@ -95,7 +95,7 @@ class EagleHead(ContextHead):
 
     # ---- ContextHead
 
-    def take_in(
+    def project_rows(
         self, features: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
     ) -> tuple[HeadInputs, ProjectedRows]:
         """See `project`."""

@@ -20,7 +20,7 @@ class PanelMemory:
         self._used_bytes = 0
         self._next_bytes = _FIRST_BYTES
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of zeros. Its region is returned to the system after the last of its tensors."""
         count = math.prod(shape)
         n_bytes = -(-count * dtype.itemsize // _ALIGNED) * _ALIGNED

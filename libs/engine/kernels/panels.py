@@ -24,7 +24,7 @@ _INT4_DOUBLINGS = 3  # scales multiply numbers of up to 8
 class TensorMemory(Protocol):
     """Where packed weights are put."""
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of zeros."""
         ...
 
@@ -122,7 +122,7 @@ class PanelPacker:
 
     def _empty(self, rows: int, cols: int, dtype: torch.dtype, n_heads: int | None = None) -> torch.Tensor:
         padded = (-(-rows // _LANES) * _LANES, cols + cols % 2 if dtype == torch.bfloat16 else cols)
-        return self._memory.take(padded if n_heads is None else (n_heads, *padded), dtype)
+        return self._memory.allocate(padded if n_heads is None else (n_heads, *padded), dtype)
 
     def _fill(
         self,

@@ -62,10 +62,10 @@ class PageCopies:
         with self._behind_copies(has_landed=has_landed):
             return memoryview(content.cpu().numpy())
 
-    def take(self, pages: Sequence[int]) -> None:
+    def receive(self, pages: Sequence[int]) -> None:
         """Let steps read pages that peers wrote to the memory; only the engine's thread calls it."""
         if self._parts is not None:
-            self._parts.take(pages)
+            self._parts.scatter(pages)
 
     def _behind_copies(self, *, has_landed: bool) -> AbstractContextManager[Any]:
         if self._stream is None:

@@ -224,7 +224,7 @@ class EngineSequence:
         self.n_committed_blocks = n_full
         return fresh
 
-    def take_features(self, features: BlockFeatures) -> None:
+    def restore_features(self, features: BlockFeatures) -> None:
         """Begin with the rows that are known of the filled blocks, so that a reused prefix has them, too."""
         n_blocks, rest = divmod(self.n_computed, self._block_tokens)
         if n_blocks and not rest:

@@ -11,7 +11,7 @@ import torch
 
 from libs.engine.model.shard_reader import Bytes, ShardReader
 from libs.engine.model.shards import CheckpointError, TensorHeader
-from libs.engine.model_spec.stored_matrix import TakeRows
+from libs.engine.model_spec.stored_matrix import RowSink
 
 DTYPES = {
     "F32": torch.float32,
@@ -87,20 +87,20 @@ class TensorRows:
         self.each(copy_into(found))
         return self.source.check(found)
 
-    def each(self, take: TakeRows) -> None:
-        """Pass all rows to `take` on this thread. Raises CheckpointError for rows that it refuses."""
-        self._pass(take, 0, self.n_rows, 1)
+    def each(self, sink: RowSink) -> None:
+        """Pass all rows to `sink` on this thread. Raises CheckpointError for rows that it refuses."""
+        self._pass(sink, 0, self.n_rows, 1)
 
-    def stream(self, take: TakeRows, unit: int) -> None:
+    def stream(self, sink: RowSink, unit: int) -> None:
         step = self._step(_JOB_BYTES, unit)
         for first in range(0, self.n_rows, step):
             end = min(first + step, self.n_rows)
-            self.source.reader.submit(partial(self._pass, take, first, end, unit))
+            self.source.reader.submit(partial(self._pass, sink, first, end, unit))
 
-    def _pass(self, take: TakeRows, first: int, end: int, unit: int) -> None:
+    def _pass(self, sink: RowSink, first: int, end: int, unit: int) -> None:
         step = self._step(_PIECE_BYTES, unit)
         for row in range(first, end, step):
-            if not take(row, self._piece(row, min(row + step, end))):
+            if not sink(row, self._piece(row, min(row + step, end))):
                 raise self.refusal()
 
     def _piece(self, first: int, end: int) -> torch.Tensor:
@@ -124,24 +124,24 @@ class TensorRows:
         return CheckpointError(self.source.name, reason)
 
 
-def copy_into(target: torch.Tensor) -> TakeRows:
+def copy_into(target: torch.Tensor) -> RowSink:
     """Copies rows of any dtype; does not check them."""
     words = target.view(torch.uint8).numpy()
 
-    def take(first: int, rows: torch.Tensor) -> bool:
+    def sink(first: int, rows: torch.Tensor) -> bool:
         np.copyto(words[first : first + len(rows)], rows.view(torch.uint8).numpy())
         return True
 
-    return take
+    return sink
 
 
-def copy_finite_into(target: torch.Tensor) -> TakeRows:
+def copy_finite_into(target: torch.Tensor) -> RowSink:
     """Copy like `copy_into`; refuse rows with a NaN or an infinity."""
     copy, word = copy_into(target), np.uint16 if target.dtype == torch.bfloat16 else np.uint32
     exponent = word(0x7F80 if target.dtype == torch.bfloat16 else 0x7F800000)
 
-    def take(first: int, rows: torch.Tensor) -> bool:
+    def sink(first: int, rows: torch.Tensor) -> bool:
         bits = rows.view(torch.uint8).numpy().view(word)
         return copy(first, rows) and bool(np.bitwise_and(bits, exponent).max(initial=word(0)) < exponent)
 
-    return take
+    return sink

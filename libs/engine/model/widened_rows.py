@@ -13,7 +13,7 @@ from libs.engine.kernels.library import load_library
 from libs.engine.kernels.native_types import declare
 from libs.engine.model.tensor_rows import TensorRows, copy_into
 from libs.engine.model_spec.quantization import Fp8Blocks
-from libs.engine.model_spec.stored_matrix import StoredRows, TakeRows
+from libs.engine.model_spec.stored_matrix import RowSink, StoredRows
 
 _SERIAL_VALUES = 1 << 14  # torch computes on several threads from 32,768 values on
 
@@ -44,12 +44,12 @@ class _ConvertedRows:
     def cut(self, rows: slice | None, cols: slice | None) -> Self:
         return replace(self, stored=self.stored.cut(rows, cols))
 
-    def stream(self, take: TakeRows, unit: int) -> None:
-        self.stored.stream(self._converting(take), unit)
+    def stream(self, sink: RowSink, unit: int) -> None:
+        self.stored.stream(self._converting(sink), unit)
 
     @abstractmethod
-    def _converting(self, take: TakeRows) -> TakeRows:
-        """Takes stored rows, and passes them on to `take` in `dtype`."""
+    def _converting(self, sink: RowSink) -> RowSink:
+        """Takes stored rows, and passes them on to `sink` in `dtype`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class CastRows(_ConvertedRows):
     def read(self) -> torch.Tensor:
         return _finite(_cast(self.stored.read(), self.dtype), self.stored)
 
-    def _converting(self, take: TakeRows) -> TakeRows:
-        return lambda first, rows: take(first, _cast(rows, self.dtype))
+    def _converting(self, sink: RowSink) -> RowSink:
+        return lambda first, rows: sink(first, _cast(rows, self.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +78,18 @@ class Fp8Rows(_ConvertedRows):
         self.stored.each(self._converting(copy_into(found)))
         return _finite(found, self.stored)
 
-    def _converting(self, take: TakeRows) -> TakeRows:
+    def _converting(self, sink: RowSink) -> RowSink:
         widen, is_bf16 = declare(load_library()).ss_widen_fp8, self.dtype == torch.bfloat16
         place = self.stored.rows.start, self.stored.cols.start
         blocks = self.factors.data_ptr(), self.factors.shape[1], self.block.rows, self.block.cols
 
-        def widen_and_take(first: int, rows: torch.Tensor) -> bool:
+        def widen_and_pass(first: int, rows: torch.Tensor) -> bool:
             found = torch.empty(rows.shape, dtype=self.dtype)
             targets = (None, found.data_ptr()) if is_bf16 else (found.data_ptr(), None)
             is_finite = widen(rows.data_ptr(), *rows.shape, place[0] + first, place[1], *blocks, *targets)
-            return bool(is_finite) and take(first, found)
+            return bool(is_finite) and sink(first, found)
 
-        return widen_and_take
+        return widen_and_pass
 
 
 def _finite(values: torch.Tensor, stored: TensorRows) -> torch.Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from libs.engine.model_spec.stored_matrix import StoredRows, TakeRows
+from libs.engine.model_spec.stored_matrix import RowSink, StoredRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class StackedRows:
     def read(self) -> torch.Tensor:
         return torch.cat((self.upper.read(), self.lower.read()))
 
-    def stream(self, take: TakeRows, unit: int) -> None:
+    def stream(self, sink: RowSink, unit: int) -> None:
         """Where the lower part begins within a unit, all rows are read and taken at once."""
         offset = self.upper.n_rows
         if offset % unit:
-            take(0, self.read())
+            sink(0, self.read())
             return
-        self.upper.stream(take, unit)
-        self.lower.stream(lambda first, rows: take(offset + first, rows), unit)
+        self.upper.stream(sink, unit)
+        self.lower.stream(lambda first, rows: sink(offset + first, rows), unit)

@@ -10,8 +10,8 @@ import torch
 
 from libs.engine.model_spec.matrix import DenseMatrix, Int4Matrix
 
-# Takes the index of the first row and rows that are valid during the call. False: a value is out of range.
-TakeRows = Callable[[int, torch.Tensor], bool]
+# Receives the index of the first row and rows that are valid during the call. False: a value is out of range.
+RowSink = Callable[[int, torch.Tensor], bool]
 
 _WORD_VALUES = 8
 
@@ -34,10 +34,10 @@ class StoredRows(Protocol):
         """All rows, checked. Raises CheckpointError."""
         ...
 
-    def stream(self, take: TakeRows, unit: int) -> None:
-        """Have threads pass all rows to `take` until the checkpoint is finished.
+    def stream(self, sink: RowSink, unit: int) -> None:
+        """Have threads pass all rows to `sink` until the checkpoint is finished.
 
-        Each piece begins at a multiple of `unit` rows. Rows that `take` refuses fail the load.
+        Each piece begins at a multiple of `unit` rows. Rows that `sink` refuses fail the load.
         """
         ...
 

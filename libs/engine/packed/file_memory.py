@@ -35,7 +35,7 @@ class FileMemory:
         self._regions: list[_MappedRange] = []
         self._grow(expected_bytes)
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of zeros. Raises OSError when the file system is full."""
         count = math.prod(shape)
         n_bytes = -(-count * dtype.itemsize // ALIGNED) * ALIGNED

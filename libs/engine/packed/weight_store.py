@@ -129,17 +129,17 @@ class NewPackedFile:
             raise
         self._packer = make_packer(self)
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory for the packer and for `empty`."""
         if not self._is_full:
             try:
-                return self._memory.take(shape, dtype)
+                return self._memory.allocate(shape, dtype)
             except OSError:
                 self._is_full = True
         return torch.zeros(shape, dtype=dtype)
 
     def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.take(shape, dtype)
+        return self.allocate(shape, dtype)
 
     def tensor(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         found = self._tensors[name] = make()
@@ -187,7 +187,7 @@ class NewPackedFile:
         """Where a tensor is in the file; small ones are copied there."""
         offset = self._memory.offset(tensor)
         if offset is None:
-            copy = self.take(tuple(tensor.shape), tensor.dtype)
+            copy = self.allocate(tuple(tensor.shape), tensor.dtype)
             copy.copy_(tensor)
             offset = self._memory.offset(copy) or 0
         return PackedTensor(tensor_dtype(tensor.dtype), tuple(tensor.shape), offset)

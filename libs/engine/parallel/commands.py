@@ -26,7 +26,7 @@ class PageMove(IntEnum):
 
     COPY = 2
     COLLECT = 3
-    TAKE = 4
+    SCATTER = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,9 +165,9 @@ class GroupRunner:
                 self._on_death(str(error))
             raise
 
-    def take(self, pages: Sequence[int]) -> None:
+    def scatter(self, pages: Sequence[int]) -> None:
         """See `PageParts`."""
-        self._move(PageMove.TAKE, list(pages))
+        self._move(PageMove.SCATTER, list(pages))
 
     def _move(self, move: PageMove, pages: list[int]) -> None:
         if not pages:

@@ -26,7 +26,7 @@ from libs.engine.parallel.links import GroupLinks
 from libs.engine.parallel.rank_pages import RankPages, part_shape
 from libs.engine.parallel.shared_pages import SharedPageMemory
 from libs.engine.parallel.sizes import ParallelSizes, RankPlace, even_slice
-from libs.engine.parallel.split import count_micro_batches, split_rows, split_sequences, take_rows
+from libs.engine.parallel.split import count_micro_batches, slice_rows, split_rows, split_sequences
 from libs.engine.parallel.stage_loader import StageLoader, StageWeights
 from libs.engine.parallel.stage_stack import StagePlan, StageStack
 from libs.engine.sampling.prompt_scoring import score_prompts
@@ -184,8 +184,8 @@ class RankModel:
         if command.move == PageMove.COPY:
             self.pages.copy(pages)
             return  # later commands of each rank see the copies
-        if command.move == PageMove.TAKE:
-            self.pages.take(pages)
+        if command.move == PageMove.SCATTER:
+            self.pages.scatter(pages)
         elif self._place.head_part == 0:  # ranks of other heads have the same latents
             self.pages.collect(pages)
         self._links.wait_for_all()
@@ -215,7 +215,7 @@ class RankModel:
 
     def _plan(self, batch: ForwardBatch) -> StagePlan:
         rows = split_sequences(batch, self.options.sizes.dp)[self._place.data_part]
-        own = take_rows(batch, rows)
+        own = slice_rows(batch, rows)
         if own is None:
             return StagePlan(rows, None)
         plan = plan_batch(own, self.config, self._rope, self.pages.host, self.pages.share)

@@ -63,7 +63,7 @@ class RankPages:
             staged.copy_(self.own.pages[some])
             self._part[some] = staged
 
-    def take(self, pages: Sequence[int]) -> None:
+    def scatter(self, pages: Sequence[int]) -> None:
         """Copy the rank's part of the pages from `host`."""
         for some, staged in self._staged(pages):
             staged.copy_(self._part[some])

@@ -39,7 +39,7 @@ def split_sequences(batch: ForwardBatch, n_parts: int) -> list[slice]:
     return [slice(int(begin), int(end)) for begin, end in pairwise(edges)]
 
 
-def take_rows(batch: ForwardBatch, rows: slice) -> ForwardBatch | None:
+def slice_rows(batch: ForwardBatch, rows: slice) -> ForwardBatch | None:
     """The batch of some rows, or None for no rows."""
     return _rows(batch, rows.start, rows.stop) if rows.stop > rows.start else None
 

@@ -20,6 +20,6 @@ class PageParts(Protocol):
         """Copy pages that no step writes to `Engine.memory`. Any thread; waits for a step that runs."""
         ...
 
-    def take(self, pages: Sequence[int]) -> None:
+    def scatter(self, pages: Sequence[int]) -> None:
         """Copy pages from `Engine.memory` to where steps read them. The engine's thread only."""
         ...

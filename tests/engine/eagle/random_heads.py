@@ -25,7 +25,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 PIECES = ((1, 0), (9, 0), (5, 140), (40, 3))
 
 
-def take_in(heads: list[DraftHead], *, seed: int, rounds: int = 3) -> list[str]:
+def extend_heads(heads: list[DraftHead], *, seed: int, rounds: int = 3) -> list[str]:
     """Give all heads the same rows, in several pieces; returns the sequences."""
     random = np.random.default_rng(seed)
     ends = [start for _, start in PIECES]

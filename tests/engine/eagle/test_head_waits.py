@@ -44,12 +44,12 @@ def meta_head(path: Path, kind: str) -> ContextHead:
     return build_drafter(path / "head", path / "target", kernels=kernels)._head
 
 
-def take_in(head: ContextHead) -> list[DraftContext]:
+def filled_contexts(head: ContextHead) -> list[DraftContext]:
     """Two contexts; their rows are on the device already. Nothing here may wait."""
     n_rows, contexts = 7, []
     features = torch.empty(n_rows, 64, device=DEVICE)
     ids = torch.empty(n_rows, dtype=torch.int64, device=DEVICE)
-    inputs, rows = head.take_in(features, ids, ids)
+    inputs, rows = head.project_rows(features, ids, ids)
     for part in (slice(0, 3), slice(3, 7)):
         context = DraftContext(head.config.kv_shape, 8, rows.keys, is_padded=True)
         for start in (0, 3):  # the second time the rows replace some, or move to the front
@@ -74,7 +74,7 @@ def draft(head: Any, contexts: list[DraftContext], rows: PaddedRows) -> tuple[to
 def test_drafts_wait_for_the_device_only_when_they_are_read(tmp_path: Path, kind: str) -> None:
     head = meta_head(tmp_path, kind)
     with NoHostValues(), CapturedOperations() as taken:
-        contexts = take_in(head)
+        contexts = filled_contexts(head)
     rows = PaddedRows(contexts, N_DRAFTS + 1)  # copies masks from the host, pinned: see `upload`
     with NoHostValues(), CapturedOperations() as captured:
         tokens, likely = draft(head, contexts, rows)

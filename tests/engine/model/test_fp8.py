@@ -126,11 +126,11 @@ def test_pieces_and_cuts_have_the_factors_of_their_places(tmp_path: Path, dtype:
         cut = whole.cut_rows(slice(50, 171)).cut_cols(slice(30, 83))
         seen = torch.zeros(121, 53, dtype=dtype)
 
-        def take(first: int, rows: torch.Tensor) -> bool:
+        def sink(first: int, rows: torch.Tensor) -> bool:
             seen[first : first + len(rows)] += rows
             return True
 
-        cut.values.stream(take, 4)
+        cut.values.stream(sink, 4)
         checkpoint.finish()
         assert torch.equal(seen, wanted[50:171, 30:83])
         assert torch.equal(cut.values.read(), seen) and torch.equal(whole.values.read(), wanted)

@@ -8,7 +8,7 @@ from itertools import combinations
 import torch
 
 from libs.engine.model_spec.stacked_rows import StackedRows
-from libs.engine.model_spec.stored_matrix import TakeRows
+from libs.engine.model_spec.stored_matrix import RowSink
 
 
 @dataclass
@@ -35,8 +35,8 @@ class Rows:
     def read(self) -> torch.Tensor:
         return self.values
 
-    def stream(self, take: TakeRows, unit: int) -> None:
-        take(0, self.values)
+    def stream(self, sink: RowSink, unit: int) -> None:
+        sink(0, self.values)
 
 
 def test_cuts_of_rows_and_columns_are_those_of_the_joined_tensor() -> None:

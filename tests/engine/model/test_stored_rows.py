@@ -60,13 +60,13 @@ def test_pieces_make_up_the_matrix_and_its_cuts(tmp_path: Path) -> None:
         seen = torch.zeros(128, 64)
         threads = set()
 
-        def take(first: int, rows: torch.Tensor) -> bool:
+        def sink(first: int, rows: torch.Tensor) -> bool:
             threads.add(threading.get_ident())
             assert first % 4 == 0
             seen[first : first + len(rows)] += rows.float()
             return True
 
-        dense.values.stream(take, 4)
+        dense.values.stream(sink, 4)
         checkpoint.finish()
         assert torch.equal(seen, whole) and threading.get_ident() not in threads
 
@@ -81,11 +81,11 @@ def test_threads_convert_to_another_dtype(tmp_path: Path, stored_dtype: torch.dt
         assert isinstance(matrix, StoredMatrix) and matrix.values.dtype == torch.float32
         seen = torch.zeros(200, 48)
 
-        def take(first: int, rows: torch.Tensor) -> bool:
+        def sink(first: int, rows: torch.Tensor) -> bool:
             seen[first : first + len(rows)] += rows
             return True
 
-        matrix.values.stream(take, 16)
+        matrix.values.stream(sink, 16)
         checkpoint.finish()
         assert torch.equal(seen, weight.float())
         assert torch.equal(matrix.cut_cols(slice(5, 30)).dequantised(), weight[:, 5:30].float())

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from libs.engine.parallel.split import (
     MICRO_BATCH_ROWS,
     count_micro_batches,
+    slice_rows,
     split_rows,
     split_sequences,
-    take_rows,
 )
 from libs.engine.step.batch import ForwardBatch
 
@@ -67,7 +67,7 @@ def test_sequence_parts_are_whole_sequences(sequences: list[tuple[int, int]], n_
     spans = split_sequences(batch, n_parts)
     assert [spans[0].start, *(s.stop for s in spans)] == [*(s.start for s in spans), batch.n_rows]
     assert {span.start for span in spans} <= set(batch.query_start.tolist())
-    parts = [part for span in spans if (part := take_rows(batch, span)) is not None]
+    parts = [part for span in spans if (part := slice_rows(batch, span)) is not None]
     assert [row for part in parts for row in rows_of(part)] == rows_of(batch)
     assert sum(part.n_sequences for part in parts) == batch.n_sequences
 

@@ -13,7 +13,7 @@ from libs.engine.eagle.drafter import DrafterEngine
 from libs.engine.kernels.device import open_triton_kernels
 from libs.engine.kernels.interface import Kernels
 from libs.engine.kernels.torch_kernels import TorchKernels
-from tests.engine.eagle.random_heads import WRITERS, take_in
+from tests.engine.eagle.random_heads import WRITERS, extend_heads
 from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 
 WINDOW_TOKENS = 48
@@ -37,7 +37,7 @@ def test_drafts_equal_those_of_a_cpu(tmp_path: Path, target_dir: Path, kind: str
     WRITERS[kind](tmp_path)
     kernels = open_triton_kernels(torch.device("cpu"), torch.float32)
     on_cpu, on_device = load(tmp_path, target_dir, TorchKernels()), load(tmp_path, target_dir, kernels)
-    names = take_in([on_cpu, on_device], seed=1)
+    names = extend_heads([on_cpu, on_device], seed=1)
     wanted = on_cpu.propose_batch(names, 5)
     assert on_device.propose_batch(names, 5) == wanted
     assert on_device.propose_batch(names, 5) == wanted  # drafts leave contexts as they were
@@ -55,7 +55,7 @@ def test_more_contexts_than_one_buffer_holds(
     WRITERS["grouped"](tmp_path)
     kernels = open_triton_kernels(torch.device("cpu"), torch.float32)
     drafter = load(tmp_path, target_dir, kernels)
-    names = take_in([drafter], seed=2)
+    names = extend_heads([drafter], seed=2)
     wanted = drafter.propose_batch(names, 3)
     monkeypatch.setattr("libs.engine.eagle.context_head.PADDED_CONTEXTS", 3)
     assert len(names) > 3
