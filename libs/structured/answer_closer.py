@@ -115,7 +115,7 @@ class AnswerCloser:
             if time.thread_time() > until_s:
                 raise TimeoutError
             for token in following:
-                if not matcher.consume_token(token) or not (guard is None or guard.take(token)):
+                if not matcher.consume_token(token) or not (guard is None or guard.consume(token)):
                     return None
             way += following
         return way

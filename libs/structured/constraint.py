@@ -82,7 +82,7 @@ class GrammarConstraint:
     def advance(self, tokens: Sequence[int]) -> None:
         """Take tokens of the answer. A token that the grammar forbids sets `failure`."""
         for token in tokens:
-            self._take(token)
+            self._consume(token)
 
     def count_allowed(self, drafts: Sequence[int]) -> int:
         """How many leading drafts the grammar allows. A token that ends the answer counts as forbidden."""
@@ -114,7 +114,7 @@ class GrammarConstraint:
         place = self.guard.place if self.guard is not None else None
         banned: list[Banned] = [self._fill_row(masks[0])]
         for row, draft in enumerate(drafts, start=1):
-            n_taken += self._take(draft)
+            n_taken += self._consume(draft)
             banned.append(self._fill_row(masks[row]))
         if n_taken:
             self.matcher.rollback(n_taken)
@@ -148,7 +148,7 @@ class GrammarConstraint:
     def _banned(self) -> tuple[int, ...]:
         return self._banned_reasoning if self.phase is Phase.REASONING else ()
 
-    def _take(self, token: int) -> int:
+    def _consume(self, token: int) -> int:
         """Take one token; returns 1 when the matcher has it too, else 0."""
         phase = self._next_phase(token)
         is_matched = phase is Phase.CONSTRAINED and (
@@ -161,7 +161,7 @@ class GrammarConstraint:
             self._end = self._end._replace(n_left=self._end.n_left - 1)
         if is_matched and not self.failure:
             n_taken = int(self.matcher.consume_token(token))
-            if n_taken and (self.guard is None or self.guard.take(token)):
+            if n_taken and (self.guard is None or self.guard.consume(token)):
                 if self._end is not None and self._closer is not None:
                     self._end = self._closer.after(self._end, token, self.matcher, self.guard)
                 return n_taken

@@ -75,7 +75,7 @@ class KeyGuard:
         self._tokens = tokens
         tokens.prepare()  # no step of the engine should wait for the tables
 
-    def take(self, token: int) -> bool:
+    def consume(self, token: int) -> bool:
         """Read a token; False for one that ends an object too early."""
         after = self._after(self.place, token)
         if after is None:
@@ -113,9 +113,9 @@ class KeyGuard:
                 early.append(token)
             elif after.n_repeated > self.place.n_repeated:
                 repeating.append(token)
-        _take_away(early, bits)
+        _clear_bits(early, bits)
         kept = bits.copy()
-        _take_away(repeating, bits)
+        _clear_bits(repeating, bits)
         if not bits.any():
             bits[:] = kept
 
@@ -175,7 +175,7 @@ def _allowed(tokens: Iterable[int], bits: npt.NDArray[np.uint32]) -> list[int]:
     return allowed
 
 
-def _take_away(tokens: Sequence[int], bits: npt.NDArray[np.uint32]) -> None:
+def _clear_bits(tokens: Sequence[int], bits: npt.NDArray[np.uint32]) -> None:
     taken = np.array(tokens, dtype=np.uint32)
     np.bitwise_and.at(bits, taken // 32, ~(np.uint32(1) << (taken % 32)))
 

@@ -133,7 +133,7 @@ class ResponseParser:
         plain = self._tokenizer.decode_plain(token_ids)
         if plain is not None:
             self._text(self._decode(plain))
-            return self._take()
+            return self._pop_deltas()
         pending = bytearray()
         for token_id in token_ids:
             name = self._tokenizer.special_name(token_id)
@@ -146,14 +146,14 @@ class ResponseParser:
             self._cut = b""
             self._control(name)
         self._text(self._decode(bytes(pending)))
-        return self._take()
+        return self._pop_deltas()
 
     def finish(self) -> list[Delta]:
         """End the response; returns the text that was held back. Drops an incomplete character."""
         if not self._finished:
             self._leave()
             self._finished = True
-        return self._take()
+        return self._pop_deltas()
 
     def _decode(self, raw: bytes) -> str:
         """The text of all whole characters so far, malformed ones as U+FFFD."""
@@ -163,7 +163,7 @@ class ResponseParser:
         self._cut = raw[n_bytes:]
         return text
 
-    def _take(self) -> list[Delta]:
+    def _pop_deltas(self) -> list[Delta]:
         out, self._out = self._out, []
         return out
 
@@ -215,7 +215,7 @@ class ResponseParser:
         """Complete the output of the current mode."""
         if self._mode in _TEXT_MODES:
             held = self._reasoning if self._mode is _Mode.REASONING else self._content
-            self._show(held.take_before_marker() if before_call else held.flush())
+            self._show(held.flush_before_marker() if before_call else held.flush())
         elif self._mode is _Mode.ARGUMENTS and self._unnamed is not None:
             header, arguments = self._unnamed, "".join(self._collected)
             self._unnamed = None

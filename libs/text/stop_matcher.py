@@ -13,7 +13,7 @@ class StopMatcher:
 
     The result does not depend on how the text was split: the match that ends first wins, and of two that end
     together the longer one. The matcher also holds back `marker`, a spelling that the caller may remove from
-    the end of the text (see `take_before_marker`).
+    the end of the text (see `flush_before_marker`).
     """
 
     __slots__ = ("_held", "_marker", "_stops", "matched", "stopped")
@@ -49,7 +49,7 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def take_before_marker(self) -> str:
+    def flush_before_marker(self) -> str:
         """Flush without the marker, and white space after it, at the end of the text."""
         held = self.flush()
         bare = held.rstrip()

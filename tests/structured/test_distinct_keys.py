@@ -155,13 +155,13 @@ _N_KEYS = 2000
 def _guard_after_keys(n_distinct: int, vocabulary: GrammarVocabulary, tokenizer: Tokenizer) -> KeyGuard:
     guard = KeyGuard({TEXT: n_distinct}, vocabulary.tokens)
     keys = "".join(f'"k{i}":0,' for i in range(_N_KEYS))
-    assert all(map(guard.take, tokenizer.encode_text("{" + keys)))
+    assert all(map(guard.consume, tokenizer.encode_text("{" + keys)))
     return guard
 
 
 def test_a_mask_copies_no_keys(vocabulary: GrammarVocabulary, tokenizer: Tokenizer) -> None:
     guard = _guard_after_keys(2 * _N_KEYS, vocabulary, tokenizer)
-    assert all(map(guard.take, tokenizer.encode_text('"k77')))
+    assert all(map(guard.consume, tokenizer.encode_text('"k77')))
     inner = guard.place.around[-1]
     assert inner is not None
     assert len(inner) == _N_KEYS
@@ -186,7 +186,7 @@ def test_the_guard_keeps_no_more_keys_than_an_object_needs(
     inner = guard.place.around[-1]
     assert inner is not None
     assert sorted(inner) == [b"k0", b"k1", b"k2", b"k3", b"k4"]
-    assert all(map(guard.take, tokenizer.encode_text('"k1":0,"k1":0}')))
+    assert all(map(guard.consume, tokenizer.encode_text('"k1":0,"k1":0}')))
 
 
 @pytest.mark.parametrize("stated", [3, {"f": "3"}, [], None])

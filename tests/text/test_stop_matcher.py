@@ -64,9 +64,9 @@ def test_the_marker_is_removed_only_at_the_end() -> None:
     matcher = StopMatcher(marker="<|x|>")
     assert matcher.feed("a<|x|>b<|x") == "a<|x|>b"
     assert matcher.feed("|> \n") == ""
-    assert matcher.take_before_marker() == ""
+    assert matcher.flush_before_marker() == ""
     assert matcher.feed("c<|") == "c"
-    assert matcher.take_before_marker() == "<|"
+    assert matcher.flush_before_marker() == "<|"
     assert matcher.feed("<|x|>" + " " * 17) == "<|x|>" + " " * 17
 
 
