@@ -152,18 +152,18 @@ class DraftState:
 
     @property
     def has_message(self) -> bool:
-        """Whether `take_message` may have one."""
+        """Whether `pop_message` may have one."""
         if not self.connected:
             return False
         return bool(self._closed) or (
             not self.paused and any(s.pending is not None for s in self._sequences.values())
         )
 
-    def take_message(self, now_ms: float) -> DraftMessage | None:
+    def pop_message(self, now_ms: float) -> DraftMessage | None:
         """The message to send now; None if none waits, no drafter is connected, or too much is in flight."""
         if not self.connected or len(self._in_flight) >= self.limits.max_in_flight:
             return None
-        rows = self._take_rows() if not self.paused else ()
+        rows = self._pop_rows() if not self.paused else ()
         if not rows and not self._closed:
             return None
         traces = tuple(self._sequences[r.seq_id].trace for r in rows)
@@ -173,7 +173,7 @@ class DraftState:
         n_drafts = self.limits.draft_tokens if self.drafting else 0
         return DraftMessage(rows, traces, closed, n_drafts, self.min_confidence)
 
-    def _take_rows(self) -> tuple[ContextRows[Features], ...]:
+    def _pop_rows(self) -> tuple[ContextRows[Features], ...]:
         """The rows that wait, or as many sequences of them as one message is about."""
         rows: list[ContextRows[Features]] = []
         n_bytes = 0
@@ -232,7 +232,7 @@ class DraftState:
         for sequence in self._sequences.values():
             sequence.wanted, sequence.proposal = self.drafting and sequence.pending is not None, None
 
-    def take_drafts(self) -> tuple[Mapping[str, Sequence[int]], tuple[str, ...]]:
+    def step_drafts(self) -> tuple[Mapping[str, Sequence[int]], tuple[str, ...]]:
         """(proposals for the step that begins now, sequences whose proposal did not come in time)."""
         drafts = {i: s.proposal for i, s in self._sequences.items() if s.proposal}
         missed = tuple(i for i, s in self._sequences.items() if s.wanted)

@@ -192,7 +192,7 @@ class RemoteSpeculation:
             wait_ms = self._state.wait_ms(self._clock() * 1e3)
             if wait_ms:
                 self._changed.wait_for(lambda: self._state.complete, wait_ms / 1e3)
-            drafts, missed = self._state.take_drafts()
+            drafts, missed = self._state.step_drafts()
             self._missed.update(missed)
             self.drafts_due += len(drafts) + len(missed)
             self.drafts_missed += len(missed)
@@ -251,7 +251,7 @@ class RemoteSpeculation:
             writer = asyncio.create_task(self._write(call), name="speculation writer")
             try:
                 async for response in call:
-                    self._take(response)
+                    self._receive(response)
             finally:
                 with self._changed:
                     self._state.disconnect()
@@ -268,13 +268,13 @@ class RemoteSpeculation:
         while True:
             self._to_send.clear()
             with self._changed:
-                message = self._state.take_message(self._clock() * 1e3)
+                message = self._state.pop_message(self._clock() * 1e3)
             if message is None:
                 await self._to_send.wait()
             else:
                 await call.write(as_request(message, self.exports))
 
-    def _take(self, response: drafter_pb2.DraftResponse) -> None:
+    def _receive(self, response: drafter_pb2.DraftResponse) -> None:
         now_ms = self._clock() * 1e3
         if self.exports is not None:
             if response.transport:

@@ -108,7 +108,7 @@ class DraftStream(ServerStream[None, Sequence[Proposal] | None]):
         for extend in extends:
             if extend.seq_id in waiting:
                 await self._room.acquire()
-                self._order.add(extend.seq_id, partial(self._take_in, extend))
+                self._order.add(extend.seq_id, partial(self._read_waiting, extend))
         for seq_id in request.closed:
             if (seq_id := self._prefix + seq_id) not in closed:
                 self._order.add(seq_id, partial(self._close, seq_id))
@@ -174,7 +174,7 @@ class DraftStream(ServerStream[None, Sequence[Proposal] | None]):
             )
         )
 
-    async def _take_in(self, extend: _Extend) -> None:
+    async def _read_waiting(self, extend: _Extend) -> None:
         """Rows that waited: their features are read now, unless they came with the message."""
         features = extend.features
         if extend.exported is not None:

@@ -115,9 +115,9 @@ async def test_closed_nothing_is_computed_kept_or_sent() -> None:
     assert speculation.drafts() == {}
     assert not speculation.wants_features
     speculation.stepped([output("a", with_features=False)])
-    assert speculation._state.take_message(0.0) is None
+    assert speculation._state.pop_message(0.0) is None
     speculation._state.pause(False)
-    assert speculation._state.take_message(0.0) is None  # the prompt's rows no longer follow on
+    assert speculation._state.pop_message(0.0) is None  # the prompt's rows no longer follow on
 
 
 @pytest.mark.parametrize(("row_ms", "expected"), [(0.0, 0.1), (0.5, 0.5), (5.0, 0.7)])

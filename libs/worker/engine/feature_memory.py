@@ -68,7 +68,7 @@ class FeatureMemory:
     def export(self, packed: bytes) -> ExportedFeatures | None:
         """Write features into a slot, which the caller releases. None where they do not fit, or no slot is
         free."""
-        address = self._take(len(packed))
+        address = self._pop_slot(len(packed))
         if address is None:
             return None
         ctypes.memmove(address, packed, len(packed))
@@ -83,7 +83,7 @@ class FeatureMemory:
 
         Raises TransferError, and DataCorrupt when the checksum differs.
         """
-        address = self._take(n_bytes)
+        address = self._pop_slot(n_bytes)
         if address is None:
             return None
         try:
@@ -98,7 +98,7 @@ class FeatureMemory:
             raise DataCorrupt(f"draft features from {peer} have a wrong checksum")
         return packed
 
-    def _take(self, n_bytes: int) -> int | None:
+    def _pop_slot(self, n_bytes: int) -> int | None:
         self._reclaim()
         return heapq.heappop(self._free) if self._free and 0 < n_bytes <= self.slot_bytes else None
 
