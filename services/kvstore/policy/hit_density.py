@@ -59,7 +59,7 @@ class HitDensityPolicy(EvictionPolicy):
                 kinds_queue[record] = None
                 held[record] = kinds_queue
         if missing:
-            self._take(missing)
+            self._admit(missing)
         return hits
 
     def evict(self) -> None:
@@ -78,7 +78,7 @@ class HitDensityPolicy(EvictionPolicy):
                 children[record.parent] = children.get(record.parent, 0) + 1
         assert children == self._children
 
-    def _take(self, missing: Sequence[BlockRecord]) -> None:
+    def _admit(self, missing: Sequence[BlockRecord]) -> None:
         """Take in blocks, given from the end of their chain, as far as each is worth what leaves for it."""
         room, taken = self.capacity_blocks - len(self._held), len(missing)
         if taken > room:
