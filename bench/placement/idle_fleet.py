@@ -23,12 +23,12 @@ class IdleConnection(WorkerConnection):
 
     def report_load(self, report: worker_pb2.LoadReport) -> None:
         """The worker reports this load."""
-        self._take(report)
+        self._apply(report)
 
     async def _follow(self) -> None:
         self.fingerprint, self.digest = FINGERPRINT, FINGERPRINT.digest.hex()
         self.transport = "socket"
-        self._take(worker_pb2.LoadReport())
+        self._apply(worker_pb2.LoadReport())
         await asyncio.Event().wait()
 
 

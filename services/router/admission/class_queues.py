@@ -56,7 +56,7 @@ class ClassQueues:
         self._classes[priority].queue.remove(key)
         return self._classes[priority].waiting.pop(key)
 
-    def take(self, key: str) -> WaitingRequest:
+    def pop_head(self, key: str) -> WaitingRequest:
         """Take a head of a queue that begins; its tenant pays for it."""
         priority = self._where.pop(key)
         self._served_promoted = self.has_above(priority)

@@ -207,7 +207,7 @@ class AdmissionController:
         return QueueChanges(tuple(admitted), tuple(expired))
 
     def _begin_waiting(self, head: WaitingRequest, now_ms: float, predicted: PredictedLoad) -> str:
-        self._queues.take(head.ask.key)
+        self._queues.pop_head(head.ask.key)
         self._reserve.leave(head.ask.tenant)
         self._admit(head.ask, now_ms, predicted, preemptions=head.preemptions)
         return head.ask.key

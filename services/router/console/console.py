@@ -204,7 +204,7 @@ class Console:
         return await self._jobs.summary_json()
 
     def changed_requests(self, limit: int) -> list[dict[str, Any]]:
-        return summaries_json(self._recorder.take_changed()[-limit:], now_s=self._context.clock())
+        return summaries_json(self._recorder.pop_changed()[-limit:], now_s=self._context.clock())
 
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -217,7 +217,7 @@ class RequestState:
 
     def _show_rows(self) -> None:
         assert self.prompt_rows is not None
-        self.sink.write([self.prompt_rows.take()])
+        self.sink.write([self.prompt_rows.pop_event()])
         self.sink.prompt_rows = self.prompt_rows.taken
 
     def _push_piece(self) -> list[router_pb2.GenerateEvent]:

@@ -179,18 +179,18 @@ class JobLeases:
         now_s = self._now_s()
         return await self._database.read(lambda tx: QueueState({}, frozenset(), *_queue(tx, now_s)))
 
-    async def take_over(self, owner: str, heartbeat: int) -> int:
+    async def remove_owner(self, owner: str, heartbeat: int) -> int:
         """Remove an owner whose heartbeat is still this one, and queue its jobs again; how many lost it."""
         now_s = self._now_s()
 
-        def take_over(tx: SqlTransaction) -> int:
+        def remove_owner(tx: SqlTransaction) -> int:
             sql = "DELETE FROM job_owners WHERE owner = ? AND beat = ? RETURNING owner"
             if not tx.execute(sql, (owner, heartbeat)):
                 return 0
             rows = tx.execute("SELECT id, failures FROM jobs WHERE owner = ? AND state = 'running'", (owner,))
             return sum(_requeue_lost(tx, job_id, failures, now_s) for job_id, failures in rows)
 
-        return await self._database.run(take_over)
+        return await self._database.run(remove_owner)
 
     async def sweep(self) -> tuple[int, int]:
         """Expire jobs, queue those without an owner, drop old ones; how many expired and were dropped."""

@@ -347,7 +347,7 @@ class JobPuller:
         lost = waiting - seen.mine
         self._claimed = deque(job for job in self._claimed if (job.id, job.attempt) not in lost)
         for silent, heartbeat in self._watch.silent(seen.heartbeats, self._clock()):
-            n_lost = await self._leases.take_over(silent, heartbeat) if silent != owner else 0
+            n_lost = await self._leases.remove_owner(silent, heartbeat) if silent != owner else 0
             self._counters.add("slipstream_job_leases_lost_total", n_lost)
         held = frozenset(self._running) | {(job.id, job.attempt) for job in self._claimed}
         for job_id, attempt in (seen.mine - held) & unknown:

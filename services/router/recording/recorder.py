@@ -104,7 +104,7 @@ class RequestRecorder:
             yield self._timelines[seq]
 
     def follow(self) -> None:
-        """Collect changed timelines for `take_changed` from now on."""
+        """Collect changed timelines for `pop_changed` from now on."""
         if self._changed is None:
             self._changed = {}
 
@@ -112,7 +112,7 @@ class RequestRecorder:
         """Collect no more changes."""
         self._changed = None
 
-    def take_changed(self) -> list[RequestTimeline]:
+    def pop_changed(self) -> list[RequestTimeline]:
         """The timelines that began, moved or ended since the last call, each once, oldest change first."""
         changed, self._changed = self._changed, {} if self._changed is not None else None
         return list(changed.values()) if changed else []

@@ -52,7 +52,7 @@ class PromptRows:
             self._waiting.append(piece)
             self._n_received = first + n_rows
 
-    def take(self) -> router_pb2.GenerateEvent:
+    def pop_event(self) -> router_pb2.GenerateEvent:
         """The next piece as an event. The prompt's first token comes alone."""
         event = router_pb2.GenerateEvent()
         if not self.taken:

@@ -227,7 +227,7 @@ class WorkerConnection:
                     report = received(response, sender=self.worker.instance).load
                     self._following = True
                     soon_s = answered_s + LEAST_GAP_S - self._clock()
-                    self._take(report)
+                    self._apply(report)
                     backoff.succeeded()
                     answered_s = self._clock()
                     if soon_s > 0:  # what it sends meanwhile waits there, or is never made
@@ -277,7 +277,7 @@ class WorkerConnection:
     async def _ask_status(self) -> worker_pb2.GetStatusResponse:
         return await self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_STATUS_TIMEOUT_S)
 
-    def _take(self, report: worker_pb2.LoadReport) -> None:
+    def _apply(self, report: worker_pb2.LoadReport) -> None:
         if self.ready and report.sequence <= self._report.sequence:
             return
         self._report = keep_plausible(report)

@@ -178,7 +178,7 @@ class RemoteSequence:
             return
         try:
             if self._tokens or self._rest is not None:
-                self._listener.on_tokens(*self._take(in_pieces=in_pieces))
+                self._listener.on_tokens(*self._pop_tokens(in_pieces=in_pieces))
             # The listener may have paused or closed the sequence.
             waits = self._is_paused or self._is_marked
             if self._error is not None and self._listener is not None and not waits:
@@ -187,7 +187,7 @@ class RemoteSequence:
             if self._listener is not None:
                 self._listener.on_listener_error(error)
 
-    def _take(self, *, in_pieces: bool) -> tuple[list[int], decode_pb2.SequenceDelta | None]:
+    def _pop_tokens(self, *, in_pieces: bool) -> tuple[list[int], decode_pb2.SequenceDelta | None]:
         """Take waiting tokens, or a piece of them: log probabilities cost a hundred times as much."""
         rest, piece = self._rest, MAX_LOGPROBS_PIECE
         n_rows = rows_of(rest)

@@ -191,14 +191,14 @@ async def test_a_piece_that_cannot_be_written_ends_its_request_alone(
     client: AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces are written in rounds that all requests of a router share."""
-    take = PromptRows.take
+    pop_event = PromptRows.pop_event
 
     def fail(rows: PromptRows) -> Any:
         if rows.taken > 8:
             raise ValueError("no such token")
-        return take(rows)
+        return pop_event(rows)
 
-    monkeypatch.setattr(PromptRows, "take", fail)
+    monkeypatch.setattr(PromptRows, "pop_event", fail)
     async with asyncio.timeout(30):
         for _ in range(2):
             with pytest.raises(errors.Internal):

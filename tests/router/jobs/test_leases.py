@@ -56,7 +56,7 @@ async def test_a_silent_owner_loses_its_jobs_and_its_late_result(tables: JobTabl
         await tables.leases.register(owner)
     stale = await tables.claim_one("r1")
     heartbeat = (await tables.leases.raise_heartbeat("r2")).heartbeats["r1"]
-    assert await tables.leases.take_over("r1", heartbeat) == 1
+    assert await tables.leases.remove_owner("r1", heartbeat) == 1
     assert not await tables.finish("r1", stale)
     fresh = await tables.claim_one("r2")
     assert (fresh.id, fresh.attempt) == (job_id, stale.attempt + 1)
@@ -74,7 +74,7 @@ async def test_an_owner_that_beats_is_not_taken_over(tables: JobTables) -> None:
     job = await tables.claim_one("r1")
     seen = (await tables.leases.raise_heartbeat("r1")).heartbeats["r1"]
     await tables.leases.raise_heartbeat("r1")
-    assert await tables.leases.take_over("r1", seen) == 0
+    assert await tables.leases.remove_owner("r1", seen) == 0
     assert await tables.finish("r1", job)
 
 
@@ -86,7 +86,7 @@ async def test_a_job_that_ends_its_routers_fails_at_last(tables: JobTables) -> N
         tables.now_s += 1000
         await tables.claim_one(owner)
         heartbeat = (await tables.leases.raise_heartbeat(owner)).heartbeats[owner]
-        await tables.leases.take_over(owner, heartbeat)
+        await tables.leases.remove_owner(owner, heartbeat)
     job = await tables.store.get("alice", job_id)
     assert (job.state, job.status) == (JobState.FAILED, 500)
 

@@ -135,7 +135,7 @@ def test_changes_are_collected_only_while_someone_follows() -> None:
     kept = recorder()
 
     def changed() -> Sequence[int]:
-        return [timeline.seq for timeline in kept.take_changed()]
+        return [timeline.seq for timeline in kept.pop_changed()]
 
     begin(kept)
     assert changed() == []

@@ -30,7 +30,7 @@ def piece(first: int, n_rows: int, *, top: int = 0, **changes: bytes) -> common_
 def taken(rows: PromptRows) -> list[router_pb2.TextLogprob]:
     found: list[router_pb2.TextLogprob] = []
     while rows.is_waiting:
-        found += rows.take().delta.prompt_logprobs
+        found += rows.pop_event().delta.prompt_logprobs
     return found
 
 
@@ -55,7 +55,7 @@ def test_each_row_comes_once_over_any_attempts(
             first += width
             number += 1
             if takes[number % len(takes)] and rows.is_waiting:
-                found += rows.take().delta.prompt_logprobs
+                found += rows.pop_event().delta.prompt_logprobs
     found += taken(rows)
     assert rows.is_complete
     assert [row.token_id for row in found] == PROMPT.tolist()
@@ -88,7 +88,7 @@ def test_an_event_has_a_bounded_number_of_log_probabilities(card: ModelCard) -> 
     rows.add(piece(1, 999, top=20, top_ids=likely))
     sizes = []
     while rows.is_waiting:
-        sizes.append(len(rows.take().delta.prompt_logprobs))
+        sizes.append(len(rows.pop_event().delta.prompt_logprobs))
     assert sum(sizes) == 1000
     assert max(sizes) == 256 // 21
 

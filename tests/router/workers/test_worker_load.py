@@ -46,14 +46,14 @@ def report(sequence: int, *, tokens: int, running: int, waiting: int = 0) -> wor
 async def test_of_a_report_counts_what_others_sent(link: WorkerConnection, clock: Clock) -> None:
     mine = TokensInFlight(link, 100)
     assert link.load() == (None, 100, 1)
-    link._take(report(1, tokens=350, running=2, waiting=1))
+    link._apply(report(1, tokens=350, running=2, waiting=1))
     assert link.load()[1:] == (350, 3)
     later = TokensInFlight(link, 40)  # not in the report yet
     assert link.load()[1:] == (390, 4)
     mine.release()
     mine.release()
     assert link.load()[1:] == (290, 3)
-    link._take(report(2, tokens=10, running=0))  # from before the second one
+    link._apply(report(2, tokens=10, running=0))  # from before the second one
     assert link.load()[1:] == (40, 1)
     later.add(5)
     later.lower_to(15)
@@ -63,7 +63,7 @@ async def test_of_a_report_counts_what_others_sent(link: WorkerConnection, clock
 
 async def test_a_stale_report_counts_for_nothing(link: WorkerConnection, clock: Clock) -> None:
     TokensInFlight(link, 100)
-    link._take(report(1, tokens=350, running=2))
+    link._apply(report(1, tokens=350, running=2))
     clock.now_s += worker_link.STALE_AFTER_S
     assert link.report is not None
     assert link.load() == (link.report, 350, 2)
@@ -96,7 +96,7 @@ async def test_a_listener_that_raises_keeps_no_other_from_a_silent_or_draining_w
 ) -> None:
     listeners = [Noted(raises=number % 2 == 1) for number in range(6)]
     link.listeners.update(listeners)
-    link._take(report(1, tokens=0, running=0))
+    link._apply(report(1, tokens=0, running=0))
     link.draining = True
     assert not link.check_heartbeat()
     clock.now_s += worker_link.SILENCE_S + 1

@@ -150,7 +150,7 @@ class BatchStore:
         now_s, lease, tenants = self.wall_clock_s(), os.urandom(8).hex(), tuple(but)
         others = f" AND tenant NOT IN ({marks(tenants)})" if tenants else ""
 
-        def take(tx: SqlTransaction) -> RequestBatch | None:
+        def acquire(tx: SqlTransaction) -> RequestBatch | None:
             rows = tx.execute(
                 f"SELECT id FROM batches WHERE state IN ({_ACTIVE}) AND lease_until_unix_s <= ?"
                 f"{others} ORDER BY lease_until_unix_s, id LIMIT 1 {tx.skip_locked}",
@@ -164,7 +164,7 @@ class BatchStore:
             )
             return decode_batch(taken[0][0])
 
-        batch = await self._database.run(take)
+        batch = await self._database.run(acquire)
         return None if batch is None else HeldBatch(batch, lease)
 
     async def save(self, held: HeldBatch, *, rest_s: float | None = None) -> None:

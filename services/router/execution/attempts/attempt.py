@@ -66,7 +66,7 @@ class AttemptListener(Protocol):
 
 @dataclass(slots=True, eq=False)
 class WorkerAttempt:
-    """One try, counted from 1. Its owner calls `begin` once, and always `release` at the end.
+    """One try on a pair of workers, counted from 1. Its owner calls `begin` once, and at the end `release`.
 
     With `defers_decode` the decode sequence starts only after the first token.
     """
