@@ -174,7 +174,7 @@ class AsyncClient:
         loop = ToolLoop(messages, functions, with_form(arguments, response_format), max_rounds)
         while True:
             reply = await self.chat(loop.messages, **loop.arguments)
-            calls = loop.take(reply)
+            calls = loop.add_reply(reply)
             results = await asyncio.gather(*(_result(loop, call) for call in calls))
             for call, result in zip(calls, results, strict=True):
                 loop.answer(call, result)

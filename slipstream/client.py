@@ -225,7 +225,7 @@ class Client:
         loop = ToolLoop(messages, functions, with_form(arguments, response_format), max_rounds)
         while True:
             reply = self.chat(loop.messages, **loop.arguments)
-            calls = loop.take(reply)
+            calls = loop.add_reply(reply)
             for call in calls:
                 try:
                     result = loop.start(call)

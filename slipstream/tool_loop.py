@@ -25,7 +25,7 @@ class ToolRun:
 
 
 class ToolLoop:
-    """One conversation: `arguments` and `messages` of a request, then `take` its reply, until it ends."""
+    """One conversation: `arguments` and `messages` of a request, then `add_reply`, until it ends."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ToolLoop:
             arguments["tool_choice"] = "auto"  # the first round has followed it
         return arguments
 
-    def take(self, reply: Reply) -> list[ToolCall]:
+    def add_reply(self, reply: Reply) -> list[ToolCall]:
         """Append the reply. Returns the calls to run, in order; none: the loop has ended."""
         self._begun = True
         self.messages.append(reply.as_message())

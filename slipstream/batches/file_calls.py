@@ -62,7 +62,7 @@ class BlockingFiles:
         """The content in pieces, in order. Raises NotFound."""
         fresh, request = FreshContent(), batches_pb2.DownloadFileRequest(file_id=file_id)
         for n_tries, response in self._caller.stream("DownloadFile", request):
-            if piece := fresh.take(n_tries, response.content):
+            if piece := fresh.strip(n_tries, response.content):
                 yield piece
 
     def download(self, file_id: str, to: str | os.PathLike[str]) -> None:
@@ -118,7 +118,7 @@ class AsyncFiles:
         fresh, request = FreshContent(), batches_pb2.DownloadFileRequest(file_id=file_id)
         async with aclosing(self._caller.stream("DownloadFile", request)) as responses:
             async for n_tries, response in responses:
-                if piece := fresh.take(n_tries, response.content):
+                if piece := fresh.strip(n_tries, response.content):
                     yield piece
 
     async def download(self, file_id: str, to: str | os.PathLike[str]) -> None:

@@ -85,7 +85,7 @@ class FreshContent:
     def __init__(self) -> None:
         self._n_given = self._n_tries = self._n_arrived = 0
 
-    def take(self, n_tries: int, piece: bytes) -> bytes:
+    def strip(self, n_tries: int, piece: bytes) -> bytes:
         """What is new of the next piece of a try."""
         if n_tries != self._n_tries:
             self._n_tries, self._n_arrived = n_tries, 0

@@ -21,7 +21,7 @@ class CallStatus:
     def __init__(self, call: grpc.aio.Call) -> None:
         self._call = call
         self._served: grpc.aio.AioRpcError | None = None
-        call.add_done_callback(self._take)
+        call.add_done_callback(self._note)
 
     async def behind(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
         """The server's status where the error is but that of a failed write, and else the error."""
@@ -31,10 +31,10 @@ class CallStatus:
             if self._served is not None:
                 return self._served
             await asyncio.sleep(_LOOK_EVERY_S)
-            self._take(self._call)  # gRPC calls back for the first status alone
+            self._note(self._call)  # gRPC calls back for the first status alone
         return error
 
-    def _take(self, call: Any) -> None:
+    def _note(self, call: Any) -> None:
         """Note the status that the call has now. gRPC may replace it before a task runs."""
         error = grpc.aio.AioRpcError(
             _value(call.code()),

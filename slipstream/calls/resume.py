@@ -78,7 +78,7 @@ class _Overlap:
             mine = self.calls.get(index, ("", "", ""))
             self.calls[index] = (mine[0] or pieces[0], mine[1] or pieces[1], mine[2] + pieces[2])
 
-    def take_from(self, delta: router_pb2.Delta) -> None:
+    def strip(self, delta: router_pb2.Delta) -> None:
         """Strip from `delta` what is repeated. Raises DataCorrupt when it differs."""
         delta.text, self.text = _strip(delta.text, self.text)
         delta.reasoning, self.reasoning = _strip(delta.reasoning, self.reasoning)
@@ -179,9 +179,9 @@ class Resumption:
             self._arrived = _Overlap()
         self._arrived.add(delta)
         repeats = bool(self._repeated or (self._prompt_rows_again and delta.prompt_logprobs))
-        self._take_prompt_rows(delta)
+        self._strip_prompt_rows(delta)
         if repeats:
-            self._repeated.take_from(delta)
+            self._repeated.strip(delta)
             empty = not (
                 delta.text or delta.reasoning or delta.tool_calls or delta.logprobs or delta.prompt_logprobs
             )
@@ -191,7 +191,7 @@ class Resumption:
         self._new_since_loss = True
         return self._builder.feed(event)
 
-    def _take_prompt_rows(self, delta: router_pb2.Delta) -> None:
+    def _strip_prompt_rows(self, delta: router_pb2.Delta) -> None:
         """Strip from `delta` the rows of the prompt that are repeated."""
         repeated = min(self._prompt_rows_again, len(delta.prompt_logprobs))
         del delta.prompt_logprobs[:repeated]

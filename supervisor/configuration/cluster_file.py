@@ -180,12 +180,12 @@ def sections_values(
     known = [name for name, row in rows(UpSettings).items() if not row.described.is_hidden]
     check_names(UP, sections.get(UP, {}), known)
 
-    def take(kind: type[Any], section: str, *taken: str) -> dict[str, Any]:
+    def read(kind: type[Any], section: str, *taken: str) -> dict[str, Any]:
         found = file_values(kind, sections, section, checks_files=checks_files, overridden=overridden)
         return {name: value for name, (value, source) in found.items() if source in taken}
 
-    services = {role: take(kind, role, COMMON, role) for role, kind in SETTINGS.items()}
-    return take(UpSettings, UP, UP), services  # etcd of [common] is another setting
+    services = {role: read(kind, role, COMMON, role) for role, kind in SETTINGS.items()}
+    return read(UpSettings, UP, UP), services  # etcd of [common] is another setting
 
 
 def _unused(sections: Sections, flags: Collection[str]) -> frozenset[str]:

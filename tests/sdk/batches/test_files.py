@@ -254,4 +254,4 @@ async def test_an_upload_that_does_not_fit_is_refused(
 def test_a_download_that_begins_again_gives_no_byte_twice() -> None:
     fresh = FreshContent()
     tries = [(0, b"abc"), (0, b"de"), (1, b"ab"), (1, b"cdef"), (2, b"abcdefg"), (2, b"h")]
-    assert [fresh.take(*each) for each in tries] == [b"abc", b"de", b"", b"f", b"g", b"h"]
+    assert [fresh.strip(*each) for each in tries] == [b"abc", b"de", b"", b"f", b"g", b"h"]
