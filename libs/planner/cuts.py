@@ -9,7 +9,7 @@ from functools import cache, cached_property, lru_cache
 
 from libs.engine.parallel.sizes import ParallelSizes
 from libs.planner.cards import NODE_CARDS
-from libs.planner.model_shape import LayerShape, ModelShape
+from libs.planner.shapes.model_shape import LayerShape, ModelShape
 
 PAGE_TOKENS = 64  # of a KV page by default, whose slots a KV split divides
 

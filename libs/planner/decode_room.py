@@ -17,7 +17,7 @@ from libs.engine.graphs.buckets import BucketLimits
 from libs.engine.graphs.step_memory import estimate_step_memory
 from libs.engine.model_spec.config_json import read_json_object
 from libs.engine.step.draft_head import MAX_DRAFT_TOKENS
-from libs.planner.model_shape import ModelShape
+from libs.planner.shapes.model_shape import ModelShape
 from slipstream.errors import InvalidArgument
 
 _PAGE_TOKENS = 64

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from libs.planner.cards import Card
 from libs.planner.cuts import Cut
-from libs.planner.model_shape import ModelShape
 from libs.planner.nodes import far_adapters, far_hops
+from libs.planner.shapes.model_shape import ModelShape
 
 # An exchange between cards of a node; the way to the next stage.
 EXCHANGE_S = 10e-6

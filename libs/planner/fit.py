@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from libs.planner.cards import GIB
 from libs.planner.cuts import Cut, Stage, cut_stages
-from libs.planner.model_shape import ModelShape
+from libs.planner.shapes.model_shape import ModelShape
 
 # Context, communication and activations of one card.
 CARD_OVERHEAD_BYTES = int(2.5 * GIB)

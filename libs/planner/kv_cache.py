@@ -5,7 +5,7 @@ from __future__ import annotations
 from libs.engine.parallel.sizes import ParallelSizes
 from libs.planner.cuts import Cut
 from libs.planner.fit import IN_BF16, CardMemory, HeldForm, HostMemory, fit_memory, memory_for_tokens
-from libs.planner.model_shape import ModelShape
+from libs.planner.shapes.model_shape import ModelShape
 from slipstream.errors import InvalidArgument
 
 LEAST_TOKENS = 4096

@@ -10,8 +10,8 @@ from libs.planner.cards import GIB, Card
 from libs.planner.cuts import Cut, enumerate_cuts, reference_cuts
 from libs.planner.decode_room import DecodeStepRoom, DraftHeadRoom
 from libs.planner.fit import CARD_OVERHEAD_BYTES, CardMemory, Fit, fit_memory
-from libs.planner.model_shape import ModelShape
 from libs.planner.runnable import DEVICE, cut_refusals
+from libs.planner.shapes.model_shape import ModelShape
 from libs.planner.times import STEP_TOKENS, StepTimes
 from libs.planner.traffic import Traffic
 from slipstream.errors import InvalidArgument

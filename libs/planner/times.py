@@ -12,7 +12,7 @@ from libs.planner.cards import Card
 from libs.planner.cuts import Cut, Stage
 from libs.planner.exchanges import GATHERED, SumForm, hops_s, share_s, sum_s
 from libs.planner.fit import kv_shares
-from libs.planner.model_shape import LayerShape, ModelShape
+from libs.planner.shapes.model_shape import LayerShape, ModelShape
 
 # The share of the ceilings that whole engines reach. It is the one fitted number, by the published curve of
 # Kimi-K2.5 on 8 x H200 (docs/planner.md has its points and the errors).

@@ -17,7 +17,7 @@ from libs.planner.cuts import Cut
 from libs.planner.decode_room import DecodeStepRoom, DraftHeadRoom, read_draft_head
 from libs.planner.fit import IN_BF16, Fit
 from libs.planner.plan import Candidate, Plan, make_plan
-from libs.planner.read_shape import read_shape
+from libs.planner.shapes.read_shape import read_shape
 from libs.planner.times import EFFICIENCY
 from libs.planner.traffic import Traffic
 from slipstream.errors import InvalidArgument

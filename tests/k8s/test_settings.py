@@ -19,7 +19,7 @@ from libs.planner.cards import GIB, parse_cards
 from libs.planner.fit import PROCESS_OVERHEAD_BYTES, HostMemory, Staging, kv_shares
 from libs.planner.kv_cache import kv_cache_bytes
 from libs.planner.plan import make_plan
-from libs.planner.read_shape import read_shape
+from libs.planner.shapes.read_shape import read_shape
 from libs.worker.process.settings import EngineSettings
 from services.decode.settings import DecodeSettings
 from services.router.settings import RouterSettings

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from libs.planner.llama4_shape import llama4_shape
-from libs.planner.model_shape import LayerShape, ModelShape
-from libs.planner.read_shape import read_shape
+from libs.planner.shapes.llama4_shape import llama4_shape
+from libs.planner.shapes.model_shape import LayerShape, ModelShape
+from libs.planner.shapes.read_shape import read_shape
 
 KIMI_CONFIG = Path(__file__).parents[2] / "docs/examples/kimi-k2.5"
 

@@ -12,7 +12,7 @@ from libs.engine.parallel.sizes import parse_sizes
 from libs.planner.cuts import Cut, cut_stages
 from libs.planner.fit import CardMemory, HeldForm, HostMemory, Staging
 from libs.planner.kv_cache import LEAST_TOKENS, cut_of, kv_cache_bytes
-from libs.planner.mla_shape import mla_shape
+from libs.planner.shapes.mla_shape import mla_shape
 from slipstream.errors import InvalidArgument
 from tests.support.random_checkpoint import BENCH_CONFIG
 

@@ -12,8 +12,8 @@ from libs.planner.cards import GIB, parse_cards
 from libs.planner.cuts import Cut, cut_stages
 from libs.planner.exchanges import ALL_REDUCED
 from libs.planner.fit import CardMemory, fit_memory
-from libs.planner.llama4_shape import llama4_shape
 from libs.planner.plan import capacity_at, make_plan
+from libs.planner.shapes.llama4_shape import llama4_shape
 from libs.planner.times import EFFICIENCY, StepTimes
 from libs.planner.traffic import Traffic
 from slipstream.errors import InvalidArgument

@@ -14,8 +14,8 @@ from libs.planner.cuts import PAGE_TOKENS, Cut, enumerate_cuts, reference_cuts
 from libs.planner.decode_room import DecodeStepRoom
 from libs.planner.nodes import worker_nodes
 from libs.planner.plan import Plan, make_plan
-from libs.planner.read_shape import read_shape
 from libs.planner.runnable import cut_refusals
+from libs.planner.shapes.read_shape import read_shape
 from tests.engine.model.release_configs import MOONLIGHT
 from tests.planner.shapes import kimi
 

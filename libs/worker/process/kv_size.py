@@ -11,7 +11,7 @@ from libs.engine.parallel.sizes import ParallelSizes
 from libs.planner.decode_room import DecodeStepRoom
 from libs.planner.fit import CardMemory, HeldForm, HostMemory, Staging
 from libs.planner.kv_cache import kv_cache_bytes
-from libs.planner.read_shape import read_shape
+from libs.planner.shapes.read_shape import read_shape
 
 # fp16 weights are widened to fp32 unless another dtype is asked for.
 _HELD_BYTES = {"float32": 4, "bfloat16": 2, "float16": 4}

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from libs.planner.cards import parse_cards
 from libs.planner.decode_room import read_draft_head
 from libs.planner.plan import make_plan
-from libs.planner.read_shape import read_shape
 from libs.planner.runnable import cut_refusals
+from libs.planner.shapes.read_shape import read_shape
 from libs.planner.traffic import Traffic
 from slipstream.cli.app import app
 from slipstream.errors import InvalidArgument

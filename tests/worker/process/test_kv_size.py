@@ -21,9 +21,9 @@ from libs.planner.cuts import Cut
 from libs.planner.decode_room import DecodeStepRoom
 from libs.planner.fit import IN_BF16, CardMemory, HostMemory, Staging, fit_memory
 from libs.planner.kv_cache import cut_of
-from libs.planner.model_shape import ModelShape
 from libs.planner.plan import make_plan
-from libs.planner.read_shape import read_shape
+from libs.planner.shapes.model_shape import ModelShape
+from libs.planner.shapes.read_shape import read_shape
 from libs.worker.process import kv_size
 from libs.worker.process.kv_size import kv_cache_size, worker_memory
 from libs.worker.process.settings import DecodeStepsName, ModelUnusable, engine_builder

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from libs.common.worker_bounds import MAX_CONFIG_BYTES
 from libs.engine.model_spec.config_json import read_json_object
-from libs.planner.llama4_shape import llama4_shape
-from libs.planner.mla_shape import mla_shape
-from libs.planner.model_shape import ModelShape
+from libs.planner.shapes.llama4_shape import llama4_shape
+from libs.planner.shapes.mla_shape import mla_shape
+from libs.planner.shapes.model_shape import ModelShape
 
 _LLAMA4_TYPES = ("llama4", "llama4_text")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from libs.engine.model_spec.config import ModelConfig, parse_config
 from libs.engine.model_spec.quantization import Fp8Blocks, Int4Groups
-from libs.planner.config_numbers import ConfigNumbers
-from libs.planner.model_shape import LayerShape, ModelShape, check_layers
+from libs.planner.shapes.config_numbers import ConfigNumbers
+from libs.planner.shapes.model_shape import LayerShape, ModelShape, check_layers
 
 BF16 = 2
 _FP32 = 4

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from libs.planner.config_numbers import ConfigNumbers
-from libs.planner.model_shape import LayerShape, ModelShape, check_layers
+from libs.planner.shapes.config_numbers import ConfigNumbers
+from libs.planner.shapes.model_shape import LayerShape, ModelShape, check_layers
 from slipstream.errors import InvalidArgument
 
 _BF16 = 2
