@@ -11,7 +11,7 @@ from services.router.api.openai.request import parse_chat, parse_completion
 from services.router.api.openai.token_bodies import parse_detokenize
 from services.router.api.responses.request import EarlierItems, decode_response, parse_response
 from services.router.api.rpc.generate_message import parse_call
-from services.router.api.rpc.message_reader import read_message
+from services.router.api.rpc.wire.message_reader import read_message
 from services.router.api.workers_ai.run_body import BatchBody, RunBody, parse_run
 from services.router.request.token_ids import listed
 from services.router.request.types import GenerationRequest

@@ -5,7 +5,7 @@ Errors name fields by their paths in the HTTP body: `messages[1].role`, `tools[0
 Nearly all bounds of slipstream/bounds.py are checked at these places (files below services/router/):
 
     bytes     HTTP: RequestReader.body (api/http/request_reader.py), then check_structure before a parser;
-              gRPC: the port's message bound (ports.py), then read_message (api/rpc/message_reader.py)
+              gRPC: the port's message bound (ports.py), then read_message (api/rpc/wire/message_reader.py)
     types     the parser of each API, which makes a GenerationRequest (types.py)
     values    RequestManager.begin -> check_caller, check_values; those of a job before it is stored:
               AnswerExecutor.check (api/jobs/executor.py) -> check_values

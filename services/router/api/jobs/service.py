@@ -14,8 +14,8 @@ from libs.common import api_bounds, job_bounds, service_bounds
 from services.router.admission.fair_threads import RunPiece
 from services.router.api.followers import Followers
 from services.router.api.rpc.callers import Callers, Context
-from services.router.api.rpc.message_reader import read_message
 from services.router.api.rpc.server import GrpcServer
+from services.router.api.rpc.wire.message_reader import read_message
 from services.router.jobs.executor import JobExecutor
 from services.router.jobs.store import JobStore
 from services.router.jobs.types import (

@@ -14,7 +14,7 @@ import msgspec
 from libs.structured.answer_grammar import OutputFormat
 from services.router.api.responses.request import ResponseDraft
 from services.router.api.responses.rpc.call_items import draft_of
-from services.router.api.rpc.message_reader import read_message
+from services.router.api.rpc.wire.message_reader import read_message
 from services.router.request.choices import split_choices
 from services.router.request.json_limits import check_structure
 from services.router.request.token_ids import listed

@@ -7,7 +7,7 @@ from functools import partial
 from libs.common.rpc.serve import metadata_of
 from services.router.api.rpc.call_reader import CallReader
 from services.router.api.rpc.callers import Callers, Context
-from services.router.api.rpc.message_reader import read_message
+from services.router.api.rpc.wire.message_reader import read_message
 from services.router.execution.request_manager import RequestManager
 from services.router.metering.metering import limited_call
 from services.router.request.model_card import ModelCard

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import asdict, fields
 
 from services.router.api.rpc.generate_message import parse_generation
-from services.router.api.rpc.message_reader import read_message
+from services.router.api.rpc.wire.message_reader import read_message
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput, Sampling, ToolChoice
 from slipstream.enum_names import MESSAGE_ROLES, PRIORITIES, TOOL_CHOICE_MODES
 from slipstream.errors import InvalidArgument

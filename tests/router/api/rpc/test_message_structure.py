@@ -9,9 +9,9 @@ from google.protobuf.descriptor_pb2 import SourceCodeInfo
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.api.rpc import message_structure
-from services.router.api.rpc.message_reader import read_message
-from services.router.api.rpc.message_structure import MessageStructure, measure_structure
+from services.router.api.rpc.wire import message_structure
+from services.router.api.rpc.wire.message_reader import read_message
+from services.router.api.rpc.wire.message_structure import MessageStructure, measure_structure
 from slipstream import bounds
 from slipstream.errors import InvalidArgument
 from slipstream.requests import chat_request

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from services.router.api.rpc.varint import read_varint
+from services.router.api.rpc.wire.varint import read_varint
 
 _MAX_DEPTH = 32
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from services.router.api.rpc.varint import read_varint
+from services.router.api.rpc.wire.varint import read_varint
 
 _TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 _FIXED_BYTES = {

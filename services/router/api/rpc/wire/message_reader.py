@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from google.protobuf import unknown_fields
 from google.protobuf.message import DecodeError, Message
 
-from services.router.api.rpc.message_structure import measure_structure
-from services.router.api.rpc.utf8_check import find_invalid_text
+from services.router.api.rpc.wire.message_structure import measure_structure
+from services.router.api.rpc.wire.utf8_check import find_invalid_text
 from slipstream import bounds
 
 MessageT = TypeVar("MessageT", bound=Message)
