@@ -6,7 +6,7 @@
 
 The stream opens with its first sequence and stays open. When it breaks, all its sequences fail as
 Unavailable, and the next start opens a new one. Tokens that wait, for a slow client or for the next round
-of a busy router (token_batcher.py), are joined.
+of a busy router (delivery/token_batcher.py), are joined.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import numpy as np
 from libs.common.cluster.stream_figures import keep_plausible_delta
 from libs.common.rpc.multiplexed_client import MultiplexedClient, batches
 from libs.common.telemetry.tracing import trace_metadata
+from services.router.workers.delivery.token_batcher import TokenBatcher
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender
 from services.router.workers.remote_sequence import RemoteSequence, SequenceListener
-from services.router.workers.token_batcher import TokenBatcher
 from slipstream import errors
 from slipstream.rpc.rpc_errors import from_failure
 from slipstream.v1 import common_pb2, decode_pb2, decode_pb2_grpc

@@ -23,9 +23,9 @@ from services.router.prefix_index.index import PrefixIndex
 from services.router.workers.awake_clock import TICK_S
 from services.router.workers.connection import SILENCE_S, WorkerConnection
 from services.router.workers.decode_client import DecodeClient
+from services.router.workers.delivery.token_batcher import TokenBatcher
 from services.router.workers.fingerprint_vote import most_shared
 from services.router.workers.kv_event_subscriber import KvEventSubscriber
-from services.router.workers.token_batcher import TokenBatcher
 from services.router.workers.unplaced_requests import UnplacedRequests
 from slipstream import errors
 from slipstream.rpc.dial import PLAIN_DIAL, Dial

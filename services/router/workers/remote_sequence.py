@@ -11,9 +11,9 @@ from typing import Protocol
 
 import numpy as np
 
-from services.router.workers.late_rows import LateRows, rows_of
+from services.router.workers.delivery.late_rows import LateRows, rows_of
+from services.router.workers.delivery.token_batcher import PendingDelivery
 from services.router.workers.prompt_delta import SentPrompt
-from services.router.workers.token_batcher import PendingDelivery
 from slipstream import errors
 from slipstream.v1 import decode_pb2
 

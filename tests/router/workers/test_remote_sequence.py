@@ -9,9 +9,9 @@ import grpc
 
 from libs.common.block_hash import as_tokens
 from services.router.workers.decode_client import DecodeClient
+from services.router.workers.delivery.token_batcher import TokenBatcher
 from services.router.workers.prompt_delta import OutgoingPrompt, SentPrompt
 from services.router.workers.remote_sequence import RemoteSequence, SequenceHost
-from services.router.workers.token_batcher import TokenBatcher
 from slipstream.v1 import common_pb2, decode_pb2
 from tests.router.support.listeners import SequenceReader
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.workers import token_batcher
-from services.router.workers.tenant_fair_queue import TenantFairQueue
-from services.router.workers.token_batcher import SLICE_S, TokenBatcher
+from services.router.workers.delivery import token_batcher
+from services.router.workers.delivery.tenant_fair_queue import TenantFairQueue
+from services.router.workers.delivery.token_batcher import SLICE_S, TokenBatcher
 
 _COSTS = st.lists(st.integers(1, 100), min_size=30, max_size=30)
 

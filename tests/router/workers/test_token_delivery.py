@@ -15,9 +15,9 @@ from libs.common.block_hash import as_tokens
 from services.decode.stream import DecodeStream
 from services.router.event_loop_lag import EventLoopLag, LagWindow, wanted_s
 from services.router.workers.decode_client import DecodeClient, frame_interval_ms
+from services.router.workers.delivery.token_batcher import MAX_PAUSE_S, TokenBatcher
 from services.router.workers.prompt_delta import OutgoingPrompt
 from services.router.workers.remote_sequence import MAX_PARKED_TOKENS, RemoteSequence
-from services.router.workers.token_batcher import MAX_PAUSE_S, TokenBatcher
 from slipstream import errors
 from slipstream.v1 import common_pb2, decode_pb2
 from tests.router.support.listeners import SequenceReader

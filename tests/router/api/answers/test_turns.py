@@ -11,7 +11,7 @@ import pytest
 from services.router.api.api_keys import DEFAULT_TENANT
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
-from services.router.workers.token_batcher import TokenBatcher
+from services.router.workers.delivery.token_batcher import TokenBatcher
 from tests.router.conftest import open_router, script, text_ids
 from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.fake_model import FakeModel

@@ -18,8 +18,8 @@ import asyncio
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol, TypeVar
 
-from services.router.workers.late_rows import LateRows
-from services.router.workers.tenant_fair_queue import TenantFairQueue
+from services.router.workers.delivery.late_rows import LateRows
+from services.router.workers.delivery.tenant_fair_queue import TenantFairQueue
 
 T = TypeVar("T")
 
