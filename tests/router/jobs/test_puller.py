@@ -22,7 +22,10 @@ async def test_jobs_run_to_their_ends(rig: PullerRig) -> None:
     await rig.until_begun(3)
     rig.executor.finish_all()
     await rig.until_states(succeeded=3)
-    assert rig.counters.snapshot()['slipstream_jobs_ended_total{state="succeeded"}'] == 3
+    ended = 'slipstream_jobs_ended_total{state="succeeded"}'
+    async with asyncio.timeout(30):  # a job is counted behind the write of its state
+        while rig.counters.snapshot().get(ended) != 3:
+            await asyncio.sleep(0.01)
     assert (await rig.tables.store.result("alice", ids[0])) is not None
 
 
