@@ -1,9 +1,10 @@
-"""The rules of units that common.proto states, for every field of the contract."""
+"""The rules of units and of closed sets, for every field of the contract."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Iterator
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -33,3 +34,28 @@ def test_durations_are_milliseconds_and_points_in_time_are_doubles() -> None:
         for field in fields
         if not field.name.endswith("_unix_s") or field.type != FieldDescriptor.TYPE_DOUBLE
     ] == []
+
+
+# Texts for people, and names that a later version may add to.
+_OPEN_SETS = {
+    "slipstream.v1.Failure.reason",
+    "slipstream.v1.RequestStats.reason",
+    "slipstream.v1.TierRecommendation.reason",
+}
+_CLOSED_SET = re.compile(
+    r"(^|_)(code|dtype|kind|mode|phase|policy|priority|purpose|reason|role|signal|state|status|tier|transport"
+    r"|type)(s|es|ies)?$"
+)
+
+
+def test_a_closed_set_is_an_enum() -> None:
+    named = [field for field in _fields() if _CLOSED_SET.search(field.name)]
+    assert sum(field.type == FieldDescriptor.TYPE_ENUM for field in named) > 15
+    texts = {field.full_name for field in named if field.type == FieldDescriptor.TYPE_STRING}
+    assert texts == _OPEN_SETS
+
+
+def test_the_first_value_of_an_enum_is_unspecified() -> None:
+    enums = {field.enum_type.full_name: field.enum_type for field in _fields() if field.enum_type}
+    assert len(enums) > 15
+    assert [name for name, enum in enums.items() if not enum.values[0].name.endswith("_UNSPECIFIED")] == []
