@@ -78,7 +78,11 @@ class MalformedRequests:
 
 
 async def read_request(_method: str, context: Any, *, timeout_s: float = REQUEST_READ_S) -> Any:
-    """The message of a call. Raises InvalidArgument when there is none in time."""
+    """The message of a call. Raises InvalidArgument when there is none in time.
+
+    A second message is not read, as by gRPC's own unary methods in Python. To refuse it, every call needs
+    a second read: 20 to 40 us of CPU, and a wait for clients that leave their side open.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             request = await context.read()

@@ -91,6 +91,22 @@ async def test_a_call_without_a_message_is_refused(method: str) -> None:
         assert isinstance(error, InvalidArgument) and error.field == "request"
 
 
+async def test_further_messages_are_ignored_as_by_a_server_of_grpc() -> None:
+    """And a client that leaves its side open is answered, too."""
+    plain = grpc.aio.server()
+    plain.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.Test", HANDLERS),))
+    port = plain.add_insecure_port("127.0.0.1:0")
+    await plain.start()
+    async with serving() as channel, dial(f"127.0.0.1:{port}") as plain_channel:
+        for each in (channel, plain_channel):
+            both: Any = iter([b"first", b"second"])
+            assert await each.stream_unary("/t.Test/Echo")(both, timeout=WAIT_S) == b"first"
+            left_open: Any = each.stream_stream("/t.Test/Echo")(timeout=WAIT_S)
+            await left_open.write(b"first")
+            assert await left_open.read() == b"first"
+    await plain.stop(0)
+
+
 async def test_a_message_that_does_not_come_is_not_waited_for() -> None:
     async with serving(read=functools.partial(read_request, timeout_s=0.1)) as channel:
         call: Any = channel.stream_stream("/t.Test/Echo")(timeout=WAIT_S)
