@@ -57,6 +57,8 @@ def parse_model_names(text: str) -> list[str]:
     names = text.split(",")
     if not all(names) or len(set(names)) != len(names):
         raise ValueError(f"{text!r} is not NAME[,ALIAS..] with names that differ")
+    if any(name.startswith("-") for name in names):
+        raise ValueError(f"{text!r} has a name that begins with -, as a flag does")
     return names
 
 

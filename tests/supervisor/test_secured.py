@@ -180,6 +180,7 @@ async def test_wrong_access_is_refused_by_the_name_of_its_flag(tmp_path: Path) -
         ({"prices": prices}, "--prices: .*prices.toml: has no price of the model model$"),
         ({"prices": prices, "served_model_name": "b,c"}, "--prices: .*: has no price of the model b$"),
         ({"served_model_name": "b,b"}, "--served-model-name: 'b,b' is not NAME"),
+        ({"served_model_name": "b,--x"}, "--served-model-name: 'b,--x' has a name that begins with -"),
         ({"allowed_hosts": "???"}, "--allowed-hosts: '\\?\\?\\?' is not a host name"),
         ({"cors_origins": "page"}, "--cors-origins: 'page' is not SCHEME://HOST"),
         ({"api_keys": spending}, "--api-keys: .*spending.toml: limits of spend need a router's --prices"),

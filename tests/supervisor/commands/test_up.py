@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from typer.testing import CliRunner
@@ -14,6 +15,7 @@ from slipstream.cli.app import app
 from slipstream.errors import InvalidArgument
 from slipstream.rpc.tls import TlsFiles
 from supervisor.configuration.cluster_file import SETTINGS
+from supervisor.configuration.cluster_options import ClusterOptions, flags_of
 from supervisor.configuration.plan import ClusterConfig, plan_services
 
 PEMS = Path(__file__).parents[2] / "support" / "tls"
@@ -76,6 +78,26 @@ def test_a_time_without_end_is_refused_as_in_a_file(started: list[ClusterConfig]
     assert not started
 
 
+FLAGS_OF_TEXT = sorted(
+    f"--{name.replace('_', '-')}"
+    for name, (annotation, _) in flags_of(ClusterOptions).items()
+    if {str, Path} & {annotation.__origin__, *get_args(annotation.__origin__)}
+)
+
+
+@pytest.mark.parametrize("flag", FLAGS_OF_TEXT)
+def test_a_flag_without_its_value_is_refused_by_name(started: list[ClusterConfig], flag: str) -> None:
+    done = CliRunner().invoke(app, ["up", flag, "--x"])
+    assert isinstance(done.exception, InvalidArgument), done.output
+    assert done.exception.message == f"{flag}: needs a value, and '--x' begins with - as a flag does"
+    assert not started
+
+
+def test_the_flags_of_text_are_those_of_names_and_files() -> None:
+    assert {"--served-model-name", "--etcd-user", "--packed-dir", "--draft-model"} <= set(FLAGS_OF_TEXT)
+    assert not {"--prefill", "--memory-bytes", "--grace-s", "--allow-requested-prefill"} & set(FLAGS_OF_TEXT)
+
+
 SIZES = {
     "device": "cuda:1",
     "memory_bytes": 1 << 28,
@@ -91,7 +113,7 @@ SIZES = {
 }
 
 
-def flags_of(sizes: dict[str, object]) -> list[str]:
+def as_flags(sizes: dict[str, object]) -> list[str]:
     return [part for name, value in sizes.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
 
@@ -101,7 +123,7 @@ def test_sizes_are_flags_that_reach_prefill_and_decode_workers(
     file = tmp_path / "cluster.toml"
     file.write_text("[prefill]\nmax_batch = 9\nstep_tokens = 64\n[decode]\nmax_batch = 9\n")
     sizes = {name: value for name, value in SIZES.items() if name != "step_tokens"}
-    done = CliRunner().invoke(app, ["up", "--config", str(file), *flags_of(sizes)])
+    done = CliRunner().invoke(app, ["up", "--config", str(file), *as_flags(sizes)])
     assert done.exit_code == 0, done.output
     plans = plan_services(started[0], etcd="e:1", ports=list(range(7000, 7040)))
     for plan in plans:
@@ -134,6 +156,6 @@ def test_sizes_are_flags_that_reach_prefill_and_decode_workers(
 def test_sizes_that_no_worker_can_have_are_refused_by_name(
     started: list[ClusterConfig], given: dict[str, object], refusal: str
 ) -> None:
-    done = CliRunner().invoke(app, ["up", *flags_of(given)])
+    done = CliRunner().invoke(app, ["up", *as_flags(given)])
     assert isinstance(done.exception, InvalidArgument) and not started
     assert re.search(refusal, str(done.exception)), done.exception
