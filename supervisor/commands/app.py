@@ -90,10 +90,10 @@ def status(
     With --router, the processes that a router of any cluster sees.
     """
     if instance is not None:
-        from slipstream.cli.status import show_process
+        from supervisor.commands.status import show_named
 
         check_one_process(endpoint)
-        run_async(show_process(access.fleet_client(), instance, as_json=as_json))
+        run_async(show_named(access, instance, as_json=as_json))
     elif endpoint:
         from slipstream.cli.status import show_endpoints
 

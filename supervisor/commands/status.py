@@ -19,6 +19,7 @@ from libs.common.cluster.worker_record import WORKERS_PREFIX, Role, Worker, deco
 from libs.common.etcd.access import EtcdAccess
 from libs.common.etcd.channel import EtcdTls
 from libs.common.etcd.messages import KeyValue
+from slipstream.cli.access import OperatorAccess
 from slipstream.cli.chat.harmless_text import harmless_line
 from slipstream.cli.status import (
     ASK_TIMEOUT_S,
@@ -30,12 +31,15 @@ from slipstream.cli.status import (
     check_all_answered,
     load_cells,
     print_troubles,
+    show_process,
 )
 from slipstream.cli.tables import cell, figures_table, print_table
 from slipstream.cluster_record import ClusterRecord, ProcessRecord, read_record
-from slipstream.errors import SlipstreamError
+from slipstream.errors import FailedPrecondition, SlipstreamError
 from slipstream.rpc.dial import Dial
 from slipstream.v1 import worker_pb2
+from supervisor.drain_marks import drained_by
+from supervisor.process_state import ProcessState, how_ended
 from supervisor.process_stats import children, resident_bytes
 
 # One of two processes is missed by so many connections once in a million times.
@@ -73,6 +77,34 @@ async def show_status(run_dir: Path, *, as_json: bool, dial: Dial) -> None:
         else:
             print("sessions are not known: no router answers")
     check_all_answered([worker["instance"] for worker in workers if _state(worker) == _SILENT])
+
+
+async def show_named(access: OperatorAccess, name: str, *, as_json: bool) -> None:
+    """Print what one process runs and holds: of the fleet of --router, else of the local cluster.
+
+    Raises FailedPrecondition for a local process that is down or starts, and what `show_process` raises.
+    """
+    process = None if access.routers else _recorded_process(access.run_dir, name)
+    if process is not None:
+        check_is_up(process, drained_by(access.run_dir, process.instance))
+    await show_process(access.fleet_client(), name, as_json=as_json)
+
+
+def _recorded_process(run_dir: Path, name: str) -> ProcessRecord | None:
+    """The process of that name or of that "role/name", as the supervisor records it."""
+    processes = read_record(run_dir, instead="--router HOST:PORT").processes
+    return next((each for each in processes if name in (each.instance, f"{each.role}/{each.instance}")), None)
+
+
+def check_is_up(process: ProcessRecord, by: str) -> None:
+    """Raises FailedPrecondition that says why a process does not serve. `by`: who had it drained."""
+    name, state = process.instance, process.state
+    ended = "" if process.exit_code is None else f"; it {how_ended(process.exit_code)}"
+    if state == ProcessState.DRAINED:
+        asked = f": {by} asked for it" if by else ""
+        raise FailedPrecondition(f"{name} is drained{asked}{ended}; `slipstream undrain {name}` starts it")
+    if state != ProcessState.READY:
+        raise FailedPrecondition(f"{name} does not serve, it is {state}{ended}; see {process.log}")
 
 
 async def _ask(

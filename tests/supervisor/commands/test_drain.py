@@ -10,10 +10,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from slipstream.cli.access import OperatorAccess
 from slipstream.credentials.user_name import user_name
 from slipstream.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
 from supervisor.cluster import ClusterSupervisor
 from supervisor.commands.drain import drain_process, restart_processes
+from supervisor.commands.status import show_named
 from supervisor.commands.up import say
 from supervisor.drain_marks import drained_by
 from supervisor.process_state import how_ended
@@ -89,6 +91,29 @@ async def test_what_cannot_be_drained_can_start_later(running: ClusterSupervisor
     with pytest.raises(FailedPrecondition, match="kvstore-0 cannot be written: "):
         await drain()
     assert running.record().find("kvstore-0").state == "ready"
+
+
+async def test_a_process_that_is_down_has_a_status(running: ClusterSupervisor, fake: FakeCluster) -> None:
+    """No router knows it; the supervisor does."""
+    run_dir = fake.config.run_dir
+
+    async def words(name: str) -> str:
+        with pytest.raises(FailedPrecondition) as refused:
+            await show_named(OperatorAccess(run_dir, (), {}), name, as_json=False)
+        return refused.value.message
+
+    await asyncio.to_thread(drain_process, run_dir, "kvstore-0", timeout_s=WAIT_S)
+    drained = (
+        f"kvstore-0 is drained: {user_name()} asked for it; it ended with exit code 0; "
+        "`slipstream undrain kvstore-0` starts it"
+    )
+    assert await words("kvstore-0") == drained == await words("kvstore/kvstore-0")
+    await running.hold("decode-0")
+    await eventually(lambda: running.record().find("decode-0").state == "held")
+    log = running.record().find("decode-0").log
+    assert (
+        await words("decode-0") == f"decode-0 does not serve, it is held; it was ended by SIGKILL; see {log}"
+    )
 
 
 def test_ends_have_words_whatever_ended_it() -> None:
