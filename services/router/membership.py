@@ -11,6 +11,7 @@ from libs.common.rpc.serve import ServiceHost
 from services.router.api.readiness import readiness_of
 from services.router.execution.request_manager import RequestManager
 from services.router.workers.fleet import RouterFleet
+from services.router.workers.router_peers import RouterPeers
 
 HAND_OVER_AFTER_S = 1.0
 
@@ -24,9 +25,10 @@ class RouterMembership:
         record: Worker,
         manager: RequestManager,
         fleet: RouterFleet,
-        *,
+        peers: RouterPeers,
         hosts: Sequence[ServiceHost],
     ) -> None:
+        self._peers = peers
         self._discovery = discovery
         self._record = record
         self._manager = manager
@@ -39,13 +41,24 @@ class RouterMembership:
         self._discovery.announce(self._record)
 
     async def drain(self) -> None:
-        """Refuse new requests, and hand over those that another router can continue."""
+        """Refuse new requests. Hand over those that another router can continue, once there is one."""
         self._manager.drain()
         await self._report()
         await self._discovery.withdraw(self._record)
-        # Streams of the SDK continue at another router; many end before.
+        self._hand_over_later()
+
+    def _hand_over_later(self) -> None:
+        """Streams of the SDK continue at another router. Many end before, and without one all may."""
+        if self._hand_over is not None:
+            self._hand_over.cancel()
         loop = asyncio.get_running_loop()
-        self._hand_over = loop.call_later(HAND_OVER_AFTER_S, self._manager.hand_over)
+        self._hand_over = loop.call_later(HAND_OVER_AFTER_S, self._try_hand_over)
+
+    def _try_hand_over(self) -> None:
+        if self._peers.has_successor():
+            self._manager.hand_over()
+        elif self._manager.held:
+            self._hand_over_later()
 
     async def undrain(self) -> None:
         """Take requests again."""

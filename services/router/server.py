@@ -1,7 +1,7 @@
 """Builds the parts of a router process, and starts and stops them in order.
 
 Start: bind the ports, look for workers within a bound, serve gRPC, operators and HTTP, join discovery.
-End: refuse new requests, leave discovery, hand over what another router can continue, give the others
+End: refuse new requests, leave discovery, hand over what another router continues, give the others
 `grace_s`, abort what is left, close the ports. `__main__.py` waits for the signals.
 """
 
@@ -102,7 +102,7 @@ class RouterServer:
         self.loop_delay = EventLoopLag(asyncio.get_running_loop().time)
         self._rates = RequestRates(self.counters, time.monotonic)
         self._membership = RouterMembership(
-            discovery, self._record, self.manager, self.fleet, hosts=(self.host, self.admin)
+            discovery, self._record, self.manager, self.fleet, self.pipeline.peers, (self.host, self.admin)
         )
         self.metrics = ProcessMetrics(Role.ROUTER, self.counters, self._measure)
         self.metrics.model = self.pipeline.card.name

@@ -61,6 +61,10 @@ class RouterPeers:
             name: peer.report if peer.reported_s >= since_s else None for name, peer in self._peers.items()
         }
 
+    def has_successor(self) -> bool:
+        """Whether a peer reported lately and does not drain: it takes the requests of a router that ends."""
+        return any(report is not None and not report.draining for report in self.reports().values())
+
     def workers(self) -> Mapping[str, Worker]:
         """The record of each peer, by instance."""
         return {name: peer.worker for name, peer in self._peers.items()}
