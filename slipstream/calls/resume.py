@@ -140,6 +140,7 @@ class Resumption:
         self._fruitless = 0
         self._new_since_loss = False
         self._was_lost = False
+        self._drained: Draining | None = None  # the word of the router that had the stream last
 
     @property
     def reply(self) -> Reply:
@@ -208,13 +209,24 @@ class Resumption:
             return self._next_attempt(typed, now_s)
         if self._new_since_loss:
             self._new_since_loss, self._fruitless, self._progress_s = False, 0, now_s
+            self._drained = None
+        self._drained = typed if isinstance(typed, Draining) else self._drained
         out_of_time = now_s - self._progress_s >= self._within_s or now_s >= self._deadline_s
         # Another router may be full: a request that was running waits for room.
         full = isinstance(typed, Overloaded) and self._was_lost
         if give_up or out_of_time or not (full or _may_resume(error, typed)):
-            raise _final_error(typed, deadline=now_s >= self._deadline_s) from None
+            raise self._final_error(error, typed, now_s=now_s) from None
         self._was_lost = True
         return self._next_attempt(typed, now_s)
+
+    def _final_error(self, error: grpc.RpcError, typed: SlipstreamError, *, now_s: float) -> SlipstreamError:
+        if now_s >= self._deadline_s and not isinstance(typed, (Aborted, DeadlineExceeded)):
+            return DeadlineExceeded("the request's deadline passed")
+        if self._drained is not None and type(typed) is Unavailable and status_of(error) is None:
+            return Draining(
+                f"{self._drained.message}, and no router goes on with the request: {typed.message}"
+            )
+        return typed
 
     def _next_attempt(self, typed: SlipstreamError, now_s: float) -> float:
         pause_s: float = min(_FIRST_PAUSE_S * 2.0**self._fruitless, _LONGEST_PAUSE_S)
@@ -242,9 +254,3 @@ def _may_resume(error: grpc.RpcError, typed: SlipstreamError) -> bool:
     if isinstance(typed, Draining | Unavailable):
         return True
     return bool(error.code() in _CONNECTION_CODES and status_of(error) is None)
-
-
-def _final_error(typed: SlipstreamError, *, deadline: bool) -> SlipstreamError:
-    if deadline and not isinstance(typed, (Aborted, DeadlineExceeded)):
-        return DeadlineExceeded("the request's deadline passed")
-    return typed

@@ -246,6 +246,27 @@ def test_a_router_that_drains_or_lacks_a_worker_is_left(word: errors.SlipstreamE
         stream.lost(Lost(grpc.StatusCode.OK, word), now_s=5.0)
 
 
+def test_a_stream_that_no_router_takes_over_ends_with_the_word_of_the_one_that_drained() -> None:
+    stream = resumption(within_s=5.0)
+    drained = Lost(grpc.StatusCode.OK, errors.Draining("this router is draining"))
+    stream.lost(drained, now_s=0.0)
+    stream.lost(GONE, now_s=1.0)
+    with pytest.raises(errors.Draining) as ended:
+        stream.lost(GONE, now_s=5.0)
+    words = "this router is draining, and no router goes on with the request: connection reset"
+    assert ended.value.message == words
+
+
+def test_a_router_that_went_on_and_is_lost_did_not_drain() -> None:
+    stream = resumption(within_s=5.0)
+    stream.lost(Lost(grpc.StatusCode.OK, errors.Draining("this router is draining")), now_s=0.0)
+    stream.feed(router_pb2.GenerateEvent(delta=router_pb2.Delta(text="a", completion_tokens=1)))
+    stream.lost(GONE, now_s=1.0)
+    with pytest.raises(errors.Unavailable) as ended:
+        stream.lost(GONE, now_s=6.0)
+    assert (type(ended.value), ended.value.message) == (errors.Unavailable, "connection reset")
+
+
 def test_a_stream_under_way_waits_for_a_full_router() -> None:
     stream = resumption()
     stream.lost(GONE, now_s=0.0)
