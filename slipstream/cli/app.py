@@ -15,6 +15,7 @@ from slipstream.cli.access import OperatorAccess, takes_access
 from slipstream.cli.autoscale import autoscale
 from slipstream.cli.chat.harmless_text import harmless
 from slipstream.cli.client_access import ClientAccess, takes_client
+from slipstream.cli.installed_commands import ANY_ARGUMENTS, BrokenCommand, load_command
 from slipstream.cli.jobs.app import jobs_app
 from slipstream.cli.keys import keys_app
 from slipstream.cli.kv.app import kv_app
@@ -208,16 +209,17 @@ def build_app() -> typer.Typer:
         "undrain": undrain,
         "usage": usage,
     }
-    installed = {point.name: point.load() for point in entry_points(group=COMMAND_GROUP)}
+    installed = {point.name: load_command(point) for point in entry_points(group=COMMAND_GROUP)}
     for name, command in {**own, **installed}.items():
         if isinstance(command, typer.Typer):
             built.add_typer(command, name=name)
+        elif isinstance(command, BrokenCommand):
+            built.command(name, context_settings=ANY_ARGUMENTS)(command.explain)
         else:
             built.command(name)(command)
     for name in _SERVER_COMMANDS:
         if name not in installed:
-            ignored = {"ignore_unknown_options": True, "allow_extra_args": True}
-            built.command(name, hidden=True, context_settings=ignored)(_needs_server(name))
+            built.command(name, hidden=True, context_settings=ANY_ARGUMENTS)(_needs_server(name))
     built.add_typer(kv_app, name="kv")
     built.add_typer(keys_app, name="keys")
     built.add_typer(jobs_app, name="jobs")

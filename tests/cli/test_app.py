@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -64,6 +66,62 @@ def test_a_server_command_without_the_package_names_it(sdk_only: Any, name: str)
     assert isinstance(answer.exception, FailedPrecondition)
     assert answer.exception.message.endswith("pip install slipstream-server")
     assert f"`slipstream {name}`" in answer.exception.message
+
+
+PLUGIN = {
+    "raises": "raise OSError('no licence\\nfound')",
+    "ends": "raise SystemExit('not here')",
+    "misspelt": "def other(): ...",
+    "no_command": "command = 7",
+    "no_code": "def (",
+}
+
+
+@pytest.fixture
+def plugins(tmp_path: Path) -> str:
+    """A directory for PYTHONPATH with a package whose commands do not load, and one that works."""
+    works = "def command():\n    'Works.'\n    print('it works')"
+    commands = {**PLUGIN, "works": works, "chat": "import not_installed"}
+    for name, text in commands.items():
+        (tmp_path / f"plug_{name}.py").write_text(text)
+    info = tmp_path / "acme_plug-1.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-plug\nVersion: 1.5\n")
+    points = "\n".join(f"{name} = plug_{name}:command" for name in commands)
+    (info / "entry_points.txt").write_text(f"[slipstream.commands]\n{points}\n")
+    return str(tmp_path)
+
+
+def run_with(plugins: str, *arguments: str) -> tuple[int, str, str]:
+    path = os.pathsep.join(filter(None, (plugins, os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "slipstream", *arguments]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("raises", "OSError: no licence found"),
+        ("ends", "SystemExit: not here"),
+        ("misspelt", "AttributeError: module 'plug_misspelt' has no attribute 'command'"),
+        ("no_command", "a int is no command"),
+        ("no_code", "SyntaxError: invalid syntax (plug_no_code.py, line 1)"),
+        ("chat", "ModuleNotFoundError: No module named 'not_installed'"),
+    ],
+)
+def test_a_command_that_does_not_load_names_its_package(plugins: str, name: str, why: str) -> None:
+    code, output, said = run_with(plugins, name, "--flag", "x", "--help")
+    assert (code, output) == (2, "")
+    assert said == f"slipstream {name} of acme-plug 1.5 does not load (plug_{name}:command): {why}\n"
+
+
+def test_a_command_that_does_not_load_leaves_the_others_alone(plugins: str) -> None:
+    assert run_with(plugins, "works") == (0, "it works\n", "")
+    code, output, said = run_with(plugins, "--help")
+    assert (code, said) == (0, "")
+    assert all(f"  {name} " in output for name in (*PLUGIN, "works", "status"))
 
 
 def test_sdk_commands_exist_without_the_server_package(sdk_only: Any) -> None:
