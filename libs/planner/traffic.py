@@ -45,7 +45,7 @@ def read_trace(path: Path) -> Traffic:
     last_ms = n_requests = 0
     try:
         with open_regular(path) as file:
-            while line := file.readline(MAX_TRACE_LINE_BYTES + 1):
+            while line := file.readline(MAX_TRACE_LINE_BYTES + 2):
                 n_requests += 1
                 if n_requests > MAX_TRACE_LINES:
                     raise InvalidArgument(_FLAG, f"{path} has more than {MAX_TRACE_LINES} lines")
@@ -67,7 +67,7 @@ def read_trace(path: Path) -> Traffic:
 
 
 def _entry(line: bytes, place: str) -> dict[str, Any]:
-    if len(line) > MAX_TRACE_LINE_BYTES:
+    if len(line.removesuffix(b"\n").removesuffix(b"\r")) > MAX_TRACE_LINE_BYTES:
         raise InvalidArgument(_FLAG, f"{place}: has more than {MAX_TRACE_LINE_BYTES} bytes")
     try:
         entry = json.loads(line.decode())

@@ -67,8 +67,21 @@ def test_a_trace_without_end_is_refused_at_once(tmp_path: Path, kind: str) -> No
 def test_a_line_beyond_its_bound_is_refused_without_its_rest(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     line = b'{"timestamp": 0, "input_length": 1, "output_length": 1}'
-    path.write_bytes(line.ljust(MAX_TRACE_LINE_BYTES - 1) + b"\n" + line)
+    path.write_bytes(line.ljust(MAX_TRACE_LINE_BYTES) + b"\n" + line)
     assert read_trace(path).prompt_tokens == 1
     os.truncate(path, 1 << 40)  # a hole of a tebibyte behind the second line
     with pytest.raises(InvalidArgument, match=f"line 2: has more than {MAX_TRACE_LINE_BYTES} bytes"):
         read_trace(path)
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"], ids=["none", "unix", "dos"])
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_the_end_of_a_line_does_not_count(tmp_path: Path, end: bytes, beyond: int) -> None:
+    path = tmp_path / "trace.jsonl"
+    line = b'{"timestamp": 0, "input_length": 7, "output_length": 1}'.ljust(MAX_TRACE_LINE_BYTES + beyond)
+    path.write_bytes(line + end)
+    if beyond:
+        with pytest.raises(InvalidArgument, match=f"line 1: has more than {MAX_TRACE_LINE_BYTES} bytes"):
+            read_trace(path)
+    else:
+        assert read_trace(path).prompt_tokens == 7
