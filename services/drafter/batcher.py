@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from libs.engine.step.draft_head import MAX_DRAFT_TOKENS, DraftHead, HeadRows
+from libs.worker.engine.model_thread import ModelThread
 from libs.worker.process.warm_up import warm_up_head
 from slipstream.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
 
 MAX_FAILED_BATCHES_IN_ROW = 3
-
-_STOP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class Batcher:
         self._queue: collections.deque[DraftWork] = collections.deque()
         self._wake = threading.Condition()
         self._stopping = False
-        self._thread: threading.Thread | None = None
+        self._thread: ModelThread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.sequences = 0  # contexts held after the latest batch
         self.batches = 0
@@ -69,7 +68,7 @@ class Batcher:
         """Load the head on the thread; raises what loading raised. Read its attributes only."""
         self._loop = asyncio.get_running_loop()
         loaded: asyncio.Future[DraftHead] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, args=(loaded,), name="drafter", daemon=True)
+        self._thread = ModelThread(self._run, loaded, name="drafter")
         self._thread.start()
         return await loaded
 
@@ -85,7 +84,7 @@ class Batcher:
             self._stopping = True
             self._wake.notify_all()
         if self._thread is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._thread.join, _STOP_S)
+            await self._thread.ended()
 
     def _run(self, loaded: asyncio.Future[DraftHead]) -> None:
         try:

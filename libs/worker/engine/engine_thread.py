@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from libs.engine.step.types import Engine, EngineInfo, EngineLedger, PageChange, StepOutput
+from libs.worker.engine.model_thread import ModelThread
 from slipstream import errors
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,6 @@ Drafts = Mapping[str, Sequence[int]]
 _NO_DRAFTS: Drafts = {}
 
 MAX_FAILED_STEPS_IN_ROW = 3
-_STOP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +114,14 @@ class EngineThread:
         self._commands: collections.deque[Callable[[Engine], None]] = collections.deque()
         self._wake = threading.Condition()
         self._stopping = False
-        self._thread: threading.Thread | None = None
+        self._thread: ModelThread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> EngineInfo:
         """Build the engine on the thread. Raises the errors of `build`."""
         self._loop = asyncio.get_running_loop()
         built: asyncio.Future[EngineInfo] = self._loop.create_future()
-        # A daemon thread: a step that hangs must not keep a stopping process alive.
-        self._thread = threading.Thread(target=self._run, args=(built,), name="engine", daemon=True)
+        self._thread = ModelThread(self._run, built, name="engine")
         self._thread.start()
         return await built
 
@@ -195,9 +194,7 @@ class EngineThread:
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
-        await asyncio.get_running_loop().run_in_executor(None, thread.join, _STOP_S)
-        if thread.is_alive():
-            log.warning("the engine thread did not end within %.0f s", _STOP_S)
+        await thread.ended()
 
     def _run(self, built: asyncio.Future[EngineInfo]) -> None:
         assert self._loop is not None

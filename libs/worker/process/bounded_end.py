@@ -1,7 +1,8 @@
 """The end of a worker process within seconds, also where a step or a wait for one never ends.
 
 The interpreter joins the threads of pools when it ends. A copy of pages that waits for a step that hangs is
-in the loop's pool, and would keep the process alive. So a process ends without threads of the pool that stay.
+in the loop's pool, and would keep the process alive. So a process ends without threads that stay. One whose
+model hangs did not end in order, so its status is 1, too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+
+from libs.worker.engine.model_thread import ModelThread
 
 log = logging.getLogger(__name__)
 
@@ -56,5 +59,6 @@ class BoundedEnd:
 
 
 def _staying() -> list[threading.Thread]:
-    """The pool's threads with work that is not done."""
-    return [thread for thread in threading.enumerate() if thread.name.startswith(_NAME)]
+    """The threads of the pool and of the model with work that is not done."""
+    running = threading.enumerate()
+    return [each for each in running if each.name.startswith(_NAME) or isinstance(each, ModelThread)]

@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 
 from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemory
+from libs.engine.core.fake import build_fake_engine
 from libs.engine.step.turn_lock import TurnLock
+from libs.worker.engine import model_thread
+from libs.worker.engine.engine_thread import EngineThread
 from libs.worker.engine.page_exporter import PageExporter
 from libs.worker.engine.page_memory import PageMemory
 from libs.worker.process.bounded_end import BoundedEnd
@@ -65,6 +68,30 @@ async def test_a_collection_that_waits_for_a_hung_step_is_no_reason_to_stay(
         exporting.cancel()
         assert await finished(end) == [1]
     assert "the process ends while threads of it hang: loop-pool_" in caplog.text
+
+
+async def test_a_step_that_hangs_is_no_end_in_order(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a decode worker, with its draft head or without."""
+    monkeypatch.setattr(model_thread, "STOP_S", SHORT_S)
+    end, go, waits = BoundedEnd(close_s=WAIT_S, threads_s=SHORT_S), threading.Event(), threading.Event()
+
+    def hang(rows: Any) -> Any:
+        waits.set()
+        go.wait(WAIT_S)
+
+    listener: Any = SimpleNamespace(on_blocks=lambda changes: None)
+    thread = EngineThread(build_fake_engine, listener)
+    await thread.start()
+    thread.submit(hang)
+    await asyncio.to_thread(waits.wait, WAIT_S)
+    await end.close(thread.stop)
+    assert "the engine thread did not end within 0.05 s" in caplog.text
+    assert await finished(end) == [1]
+    assert "the process ends while threads of it hang: engine" in caplog.text
+    go.set()
+    assert await finished(BoundedEnd(close_s=WAIT_S, threads_s=WAIT_S)) == []
 
 
 async def test_threads_that_end_in_time_leave_the_end_to_the_interpreter() -> None:
