@@ -51,6 +51,7 @@ class PullerRig:
     def __init__(self, tables: JobTables) -> None:
         self.tables = tables
         self.room = IDLE
+        self.times_asked = 0  # for the room, at least once a tick
         self.clock_s = 0.0
         self.counters = Counters()
         self.executor = HeldExecutor()
@@ -61,7 +62,7 @@ class PullerRig:
             self.tables.leases,
             executor or self.executor,
             instance=instance,
-            room=lambda: replace(self.room, overdue=self.pullers[-1].overdue if self.pullers else 0),
+            room=self._answer,
             clock=lambda: self.clock_s,
             wall_clock_s=lambda: self.tables.now_s,
             counters=self.counters,
@@ -71,6 +72,17 @@ class PullerRig:
         puller.start()
         self.pullers.append(puller)
         return puller
+
+    def _answer(self) -> Headroom:
+        self.times_asked += 1
+        return replace(self.room, overdue=self.pullers[-1].overdue if self.pullers else 0)
+
+    async def until_asked(self, times: int) -> None:
+        """Return when the pullers have asked for the room so often from now on."""
+        last = self.times_asked + times
+        async with asyncio.timeout(30):
+            while self.times_asked < last:
+                await asyncio.sleep(0.01)
 
     async def until_states(self, **counts: int) -> None:
         async with asyncio.timeout(30):
