@@ -23,6 +23,17 @@ MAX_EXPORTED_PIECES = MAX_PROMPT_FEATURES // 2
 EXPORTED_ROWS_S = 10.0
 # Features that one message to a drafter is about: far below gRPC's bound of a message.
 MAX_DRAFT_MESSAGE_BYTES = 16 << 20
+# What SIGTERM gives running work by default. What a worker takes at most after that: to close everything (of
+# that its model's step), to end its port's calls, and for threads whose work is done.
+DEFAULT_DRAIN_S = 5.0
+CLOSE_S = 7.0
+MODEL_STOP_S = 5.0
+STOP_GRACE_S = 1.0
+THREADS_S = 2.0
+END_S = CLOSE_S + STOP_GRACE_S + THREADS_S
+# `slipstream up` kills a process that has not ended so long after its drain.
+KILL_MARGIN_S = 5.0
+KILL_AFTER_S = END_S + KILL_MARGIN_S
 
 ROWS = (
     ("`config.json` of a model or a draft head", f"{MAX_CONFIG_BYTES} bytes", "refused by name"),
@@ -54,5 +65,15 @@ ROWS = (
         "Draft features that one message to a drafter is about",
         f"{MAX_DRAFT_MESSAGE_BYTES} bytes",
         "others wait for the next message",
+    ),
+    (
+        "The end of a worker after its drain (`--drain-s`), where a step or a transfer hangs",
+        f"{END_S:g} s",
+        "it ends itself with status 1",
+    ),
+    (
+        "The end of a process of `slipstream up` after its drain (`--grace-s`)",
+        f"{KILL_AFTER_S:g} s",
+        "killed",
     ),
 )

@@ -23,6 +23,7 @@ from libs.common.runtime.config_file import (
     read_sections,
 )
 from libs.common.runtime.settings import check_peers, rows, setting
+from libs.common.worker_bounds import KILL_AFTER_S
 from libs.worker.process.settings import EngineSettings, WorkerSettings
 from services.decode.settings import DecodeSettings
 from services.kvstore.settings import NodeSettings
@@ -73,7 +74,7 @@ class UpSettings:
     drafts_from: str = setting("where the draft head runs", default="auto", choices=DRAFTERS)
     pool_masters: int = setting("masters of the pool; one leads, the others stand by", default=1, least=1)
     ready_timeout_s: float = setting("seconds until the start fails", default=90.0)
-    grace_s: float = setting("seconds from SIGTERM to SIGKILL; for routers after their drain", default=10.0)
+    grace_s: float = setting("seconds from the end of a process's drain to SIGKILL", default=KILL_AFTER_S)
     log_max_bytes: int = setting("size at which a log file is rotated", default=MAX_LOG_BYTES, least=4096)
     log_files: int = setting("files kept of each log, the current one included", default=LOG_FILES, least=1)
 
@@ -146,6 +147,9 @@ class ClusterFile:
         for name in ("memory_bytes", "device", "parallel"):
             stated = {role: values[name] for role, values in sized.items() if name in values}
             found[f"file_{name}"] = stated
+        found["file_drain_s"] = {
+            r: values["drain_s"] for r, values in self.services.items() if "drain_s" in values
+        }
         return found
 
     def tls_server_name(self) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from libs.common.runtime.settings import checked_value, rows
+from libs.common.worker_bounds import KILL_AFTER_S
 from slipstream.errors import InvalidArgument
 from supervisor.forking.starts import FORK
 from supervisor.logs import LOG_FILES, MAX_LOG_BYTES
@@ -216,5 +217,5 @@ class ClusterOptions:
         "Seconds that a router which stops has for running requests.", default=120.0, least=0
     )
     grace_s: float = option(
-        "Seconds from SIGTERM to SIGKILL; for routers after --drain-s.", default=10.0, least=0
+        "Seconds from the end of a process's drain to SIGKILL.", default=KILL_AFTER_S, least=0
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from libs.common.cluster.worker_record import Role
 from libs.common.runtime.memory_limit import memory_limit_bytes
+from libs.common.worker_bounds import DEFAULT_DRAIN_S
 from libs.engine.kernels.device_name import CPU
 from libs.engine.parallel.sizes import ParallelSizes, parse_sizes
 from libs.worker.process.settings import EngineSettings
@@ -45,6 +46,7 @@ class ClusterConfig(ClusterOptions):
     file_memory_bytes: Mapping[Role, int] = field(default_factory=dict)  # of each worker of these roles
     file_device: Mapping[Role, str] = field(default_factory=dict)
     file_parallel: Mapping[Role, str] = field(default_factory=dict)
+    file_drain_s: Mapping[Role, float] = field(default_factory=dict)
     from_file: frozenset[str] = frozenset()  # settings that the file has for some service, and no flag sets
     unused: frozenset[str] = frozenset()  # settings of the file that no process has
 
@@ -90,6 +92,10 @@ class ClusterConfig(ClusterOptions):
             n_bytes = by_flag or self.file_memory_bytes.get(role, 0)
             found += [WorkerPlace(self.device(role), self._cut(role).n_ranks, n_bytes)] * counts[role]
         return found
+
+    def drain_of_s(self, role: Role) -> float:
+        """How long a process of this role may drain. `--drain-s` is the routers'."""
+        return self.drain_s if role is Role.ROUTER else self.file_drain_s.get(role, DEFAULT_DRAIN_S)
 
     def drafter_devices(self) -> list[str]:
         """The device of each drafter, by the file: `--device` is of prefill and decode workers."""
@@ -141,7 +147,7 @@ class ProcessPlan:
     admin_http: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     awaited: bool = True
-    drain_s: float = 0.0  # how much longer than others the process may take to stop
+    drain_s: float = 0.0  # that its running work has when it stops
 
 
 def instances(config: ClusterConfig) -> Iterator[tuple[Role, str]]:
@@ -206,7 +212,7 @@ def plan_services(
                 command=tuple(command),
                 endpoint=listen,
                 http=http,
-                drain_s=config.drain_s if role is Role.ROUTER else 0.0,
+                drain_s=config.drain_of_s(role),
                 admin=admin,
                 admin_http=admin_http,
                 env={

@@ -22,7 +22,7 @@ from libs.worker.process.settings import WorkerSettings
 from services.drafter import app
 from services.drafter.batcher import DraftWork
 
-model_thread.STOP_S = 0.5
+model_thread.MODEL_STOP_S = 0.5
 began = threading.Event()
 
 class Head(FakeHead):

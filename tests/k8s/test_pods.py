@@ -6,8 +6,7 @@ import pytest
 
 from libs.common.cluster.worker_record import Role
 from libs.common.runtime.settings import rows
-from libs.worker.process.bounded_end import CLOSE_S, THREADS_S
-from libs.worker.process.process import STOP_GRACE_S
+from libs.common.worker_bounds import END_S
 from supervisor.configuration.cluster_file import SETTINGS
 from tests.k8s.renders import RENDERS, TIERS, PodTemplate, of_kind, pods, render, selects, services_of
 
@@ -95,7 +94,7 @@ def test_the_grace_covers_the_sleep_and_the_drain(name: str) -> None:
         assert pod.tier != "router" or sleep_s >= 10, "clients of a router come through a Service"
         spare_s = pod.spec["terminationGracePeriodSeconds"] - sleep_s - drain_s(pod)
         is_worker = pod.tier in ("prefill", "decode", "drafter")
-        least_s = CLOSE_S + STOP_GRACE_S + THREADS_S if is_worker else 5
+        least_s = END_S if is_worker else 5
         assert spare_s >= least_s, f"{pod.owner}: {spare_s} s to spare"
 
 

@@ -18,6 +18,7 @@ from libs.common.runtime.settings import (
     setting,
 )
 from libs.common.transport.open import TRANSPORT_HELP, TransportChoice
+from libs.common.worker_bounds import DEFAULT_DRAIN_S
 from slipstream.credentials.certificates import TlsFault
 from slipstream.credentials.secret_files import exposure
 from slipstream.errors import InvalidArgument, SlipstreamError
@@ -29,7 +30,6 @@ from slipstream.rpc.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 
-DEFAULT_DRAIN_S = 5.0
 SECRET_VARIABLE = "SLIPSTREAM_CLUSTER_SECRET"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # Settings by the names of the fields that refuse them, where these differ.

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-log = logging.getLogger(__name__)
+from libs.common.worker_bounds import MODEL_STOP_S
 
-STOP_S = 5.0  # for the step in progress
+log = logging.getLogger(__name__)
 
 
 class ModelThread(threading.Thread):
@@ -21,6 +21,6 @@ class ModelThread(threading.Thread):
 
     async def ended(self) -> None:
         """Return when the thread has ended, or hangs. Ask it to end before."""
-        await asyncio.get_running_loop().run_in_executor(None, self.join, STOP_S)
+        await asyncio.get_running_loop().run_in_executor(None, self.join, MODEL_STOP_S)
         if self.is_alive():
-            log.warning("the %s thread did not end within %g s", self.name, STOP_S)
+            log.warning("the %s thread did not end within %g s", self.name, MODEL_STOP_S)

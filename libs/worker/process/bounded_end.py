@@ -15,12 +15,11 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from libs.common.worker_bounds import CLOSE_S, THREADS_S
 from libs.worker.engine.model_thread import ModelThread
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 7.0  # to end everything after running work had its time
-THREADS_S = 2.0  # for threads whose work is done
 _POLL_S = 0.02
 _NAME = "loop-pool"
 

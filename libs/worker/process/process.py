@@ -34,6 +34,7 @@ from libs.common.telemetry.logs import configure_logging, log_loop_errors
 from libs.common.telemetry.otlp import export_metrics
 from libs.common.telemetry.process_metrics import ProcessMetrics
 from libs.common.telemetry.tracing import configure_tracing
+from libs.common.worker_bounds import STOP_GRACE_S
 from libs.engine.step.load_progress import LoadProgress
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.bounded_end import BoundedEnd
@@ -44,7 +45,6 @@ from slipstream.v1 import worker_pb2, worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 WORKER_SERVICE = "slipstream.v1.WorkerService"
-STOP_GRACE_S = 1.0
 
 MakeServer = Callable[..., grpc.aio.Server]
 

@@ -102,6 +102,9 @@ grace_s = 3
     assert {each.region for name, each in settings.items() if name != "router-0"} == {"eu-1"}
     assert (settings["decode-0"].transport, settings["prefill-0"].transport) == ("socket", "auto")
     assert (settings["decode-0"].drain_s, settings["prefill-0"].drain_s) == (9.0, 5.0)
+    plans = plan_services(config, etcd="etcd:2379", ports=list(range(7000, 7040)))
+    assert {each.drain_s for each in plans if each.role != Role.ROUTER} == {5.0, 9.0}
+    assert all(each.drain_s == settings[each.instance].drain_s for each in plans)
     assert settings["kvstore-1"].dram_bytes == 2 << 20
     assert {each.log_format for each in settings.values()} == {"text"}, "a flag goes before the file"
     assert "drafter-0" not in settings and config.draft_model is None

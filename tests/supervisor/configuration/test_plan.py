@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import os
 import random
 import socket
@@ -11,10 +12,14 @@ from typing import Any
 
 import pytest
 
+from libs.common import worker_bounds
 from libs.common.cluster.worker_record import Role
+from libs.common.runtime.settings import rows
+from libs.worker.process.bounded_end import BoundedEnd
 from slipstream.credentials.api_key_file import add_key
 from slipstream.errors import FailedPrecondition, InvalidArgument
 from slipstream.rpc.tls import TlsFiles
+from supervisor.configuration.cluster_file import SETTINGS, UpSettings
 from supervisor.configuration.cluster_options import ROOT, WorkerSizes
 from supervisor.configuration.config_check import idle_drafters, keyless
 from supervisor.configuration.plan import ClusterConfig, ProcessPlan, plan_services, ports_needed
@@ -225,6 +230,26 @@ def test_processes_that_choose_alike_are_given_different_ports(tmp_path: Path) -
     assert FIRST_PORT <= others <= LAST_PORT
     assert others // 32 != chosen[0] // 32  # not even near: each has the block to itself
     assert not list(tmp_path.iterdir())
+
+
+def test_what_hangs_ends_itself_before_it_is_killed() -> None:
+    """The worker's own bound, and the drain that it has before, in one table with the supervisor's."""
+    config = ClusterConfig(drafters=1)
+    plans = plan(config).values()
+    assert {process.role for process in plans} == set(Role)
+    for process in plans:
+        settings = rows(SETTINGS[Role(process.role)])
+        is_router = process.role == Role.ROUTER
+        drain_s = config.drain_s if is_router else settings["drain_s"].default
+        killed_s = process.drain_s + config.grace_s
+        assert killed_s >= drain_s + worker_bounds.END_S + worker_bounds.KILL_MARGIN_S
+    assert worker_bounds.KILL_MARGIN_S >= 5 and worker_bounds.MODEL_STOP_S < worker_bounds.CLOSE_S
+    assert UpSettings().grace_s == config.grace_s
+    ends = inspect.signature(BoundedEnd).parameters
+    assert (ends["close_s"].default, ends["threads_s"].default) == (
+        worker_bounds.CLOSE_S,
+        worker_bounds.THREADS_S,
+    )
 
 
 def test_keys_certificates_and_etcd_access_reach_the_services(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ def fake_config(run_dir: Path, model: Path) -> ClusterConfig:
         drafters=0,
         ready_timeout_s=100,
         grace_s=60,
+        file_drain_s=dict.fromkeys(Role, 0.0),  # fakes have nothing to drain
+        drain_s=0.0,
         extra_arguments=dict.fromkeys((Role.PREFILL, Role.DECODE, Role.DRAFTER), ("--engine", "fake")),
         modules=dict.fromkeys(Role, "tests.support.clusters.fake_service"),
     )

@@ -74,7 +74,7 @@ async def test_a_step_that_hangs_is_no_end_in_order(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a decode worker, with its draft head or without."""
-    monkeypatch.setattr(model_thread, "STOP_S", SHORT_S)
+    monkeypatch.setattr(model_thread, "MODEL_STOP_S", SHORT_S)
     end, go, waits = BoundedEnd(close_s=WAIT_S, threads_s=SHORT_S), threading.Event(), threading.Event()
 
     def hang(rows: Any) -> Any:
