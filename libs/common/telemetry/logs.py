@@ -88,6 +88,7 @@ def configure_logging(service: str, instance: str, *, level: str = "info", form:
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_of_thread
+    sys.unraisablehook = _log_unraisable
     # grpc.aio logs a harmless traceback for each cancelled stream handler.
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
 
@@ -122,3 +123,10 @@ def _log_uncaught_of_thread(failure: threading.ExceptHookArgs) -> None:
     if failure.exc_value is not None:
         name = failure.thread.name if failure.thread is not None else "that has ended"
         log.error("the thread %s ends by an exception", name, exc_info=failure.exc_value)
+
+
+def _log_unraisable(failure: sys.UnraisableHookArgs) -> None:
+    """Log what no caller can get, as of a finalizer, or of gRPC's callbacks at the end of a process."""
+    if failure.exc_value is not None:
+        source = getattr(failure.object, "__qualname__", None) or type(failure.object).__qualname__
+        log.warning("an exception in %s is ignored", source, exc_info=failure.exc_value)

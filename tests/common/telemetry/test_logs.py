@@ -144,6 +144,23 @@ def test_exceptions_that_nothing_handles_are_lines_too() -> None:
     assert "ValueError" in of_thread["exception"] and "ValueError" in of_process["exception"]
 
 
+def test_exceptions_that_have_no_caller_are_lines_too() -> None:
+    code = (
+        "from libs.common.telemetry.logs import configure_logging\n"
+        "configure_logging('decode', 'decode-0', form='json')\n"
+        "class Held:\n"
+        "    def __del__(self): raise ValueError('-'.join(('sk', '1')))\n"
+        "Held()\n"
+        "kept = Held()  # until the end of the process\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0 and SECRET not in ended.stderr
+    lines = [json.loads(line) for line in ended.stderr.splitlines()]
+    words = "an exception in Held.__del__ is ignored"
+    assert [(line["level"], line["message"]) for line in lines] == [("warning", words)] * 2
+    assert all("ValueError" in line["exception"] for line in lines)
+
+
 async def test_what_a_callback_raises_has_one_line_without_its_message(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
