@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Self
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -69,6 +70,7 @@ class Tree(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from(TENANTS), chain=CHAINS)
     def insert(self, tenant: str, chain: list[str]) -> None:
         cursor, n_known = self.find(tenant, chain)
+        version = self.tree.version
         if n_known < len(chain):
             end = self.tree.open_end(cursor.path, cursor.at, tenant)
             for n in range(n_known, len(chain)):
@@ -79,6 +81,7 @@ class Tree(RuleBasedStateMachine):
             self.tree.grew(end)
         self.lru.touch(cursor.path[1:], tenant)
         self.tree.make_room([tenant])
+        assert (self.tree.version > version) == (n_known < len(chain))
         self.remove_evicted_from_model()
 
     def remove_evicted_from_model(self) -> None:
@@ -120,7 +123,9 @@ class Tree(RuleBasedStateMachine):
         n_kept = data.draw(st.integers(0, len(node.keys) - 1))
         for n in range(len(node.keys) - n_kept):
             del self.model[tenant][prefix[: len(prefix) - n]]
+        version = self.tree.version
         self.tree.evict(node, n_kept)
+        assert self.tree.version > version
 
     @invariant()
     def tree_equals_the_model(self) -> None:
@@ -182,6 +187,18 @@ def test_the_least_recently_used_end_is_evicted_first() -> None:
     _insert(tree, "t", "d" * 10)
     tree.make_room(["t"])
     assert (first.n_keys, third.n_keys, second in lru.nodes("t")) == (10, 10, False)
+    assert second.n_bytes == 0
+
+
+@pytest.mark.parametrize("is_of_tenant", [False, True])
+def test_a_budget_holds_to_the_byte(is_of_tenant: bool) -> None:
+    for most_bytes, n_kept in ((40, 10), (39, 8)):  # an eviction takes an eighth at least
+        in_all_bytes, tenant_bytes = (A_LOT, most_bytes) if is_of_tenant else (most_bytes, A_LOT)
+        lru = TenantLru[LetterNode](max_bytes=in_all_bytes, max_tenant_bytes=tenant_bytes)
+        tree = RadixTree(LetterNode, lru)
+        end = _insert(tree, "t", "a" * 10)
+        tree.make_room(["t"])
+        assert end.n_keys == n_kept
 
 
 def test_a_tenant_over_its_share_is_evicted_before_a_smaller_one() -> None:
@@ -196,15 +213,28 @@ def test_a_tenant_over_its_share_is_evicted_before_a_smaller_one() -> None:
     assert lru.n_bytes <= 200
 
 
-def test_an_idle_tenant_is_evicted_before_larger_ones() -> None:
-    now_s = 0.0
+@pytest.mark.parametrize(("passed_s", "evicted"), [(59.0, "busy"), (60.0, "idle")])
+def test_an_idle_tenant_is_evicted_before_larger_ones(passed_s: float, evicted: str) -> None:
+    now_s = 1000.0
     lru = TenantLru[LetterNode](max_bytes=100, max_tenant_bytes=A_LOT, idle_s=60.0, clock=lambda: now_s)
     tree = RadixTree(LetterNode, lru)
+    busy = _insert(tree, "busy", "b" * 25)
     lru.touch([_insert(tree, "idle", "a" * 5)], "idle")
-    now_s = 61.0
-    lru.touch([_insert(tree, "busy", "b" * 25)], "busy")
+    now_s += passed_s
+    lru.touch([busy], "busy")
     tree.make_room(["busy"])
-    assert (lru.tenant_bytes("idle") < 25, lru.tenant_bytes("busy")) == (True, 85)
+    full_bytes = {"idle": 25, "busy": 85}
+    assert [t for t, n_bytes in full_bytes.items() if lru.tenant_bytes(t) < n_bytes] == [evicted]
+
+
+def test_an_eviction_takes_an_eighth_of_a_long_node_and_leaves_the_rest() -> None:
+    """A key that is too much does not have the rest copied for each further key."""
+    lru = TenantLru[LetterNode](max_bytes=NODE_BYTES + 80 * KEY_BYTES, max_tenant_bytes=A_LOT)
+    tree = RadixTree(LetterNode, lru)
+    end = _insert(tree, "t", "a" * 81)
+    n_evicted = -(-end.n_bytes // 8 // KEY_BYTES)
+    tree.make_room(["t"])
+    assert 81 - n_evicted - 1 <= end.n_keys <= 81 - n_evicted + 1
 
 
 def test_a_chain_may_continue_below_another_tenants_node() -> None:
