@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from libs.engine.graphs.buckets import BucketLimits
+from libs.engine.graphs.step_memory import estimate_step_memory
 from libs.planner.cards import parse_cards
 from libs.planner.cuts import Cut
-from libs.planner.decode_room import DraftHeadRoom, read_draft_head
+from libs.planner.decode_room import DecodeStepRoom, DraftHeadRoom, read_draft_head
 from libs.planner.fit import CardMemory, fit_memory
 from libs.planner.plan import make_plan
 from slipstream.errors import InvalidArgument
@@ -87,6 +89,7 @@ def test_bytes_of_a_head_are_those_of_its_tensors_and_contexts(tmp_path: Path, k
     local = head_of(tmp_path, kind, max_batch=48)
     weights = 2 * (values(matrices) + VOCABULARY * H) + 4 * norms + 8 * ids
     contexts = 2 * 48 * CONTEXT_ROWS * ROW_VALUES[kind] * 2
+    assert local.name == tmp_path.name
     assert local.memory.weight_bytes == weights
     assert local.memory.feature_bytes == FEATURES[kind]
     assert local.head_bytes == weights + contexts + local.memory.pass_bytes
@@ -124,6 +127,20 @@ def test_a_head_takes_room_of_the_last_stage_only(tmp_path: Path, cut: Cut, is_l
     assert with_head.kv_tokens == min(tokens) <= whole.kv_tokens
 
 
+@pytest.mark.parametrize("has_features", [True, False])
+def test_decode_steps_have_room_for_a_row_more_than_drafts_and_pages_of_a_context(has_features: bool) -> None:
+    model, room = kimi(), DecodeStepRoom(32, 5, has_features, block_tokens=16)
+    most = model.max_context_tokens
+    for stated, context_tokens in ((1000, 1000), (None, most), (2 * most, most)):
+        expected = estimate_step_memory(
+            BucketLimits(32, 6, has_features),
+            vocab_size=VOCABULARY,
+            feature_width=H if has_features else 0,
+            n_blocks=-(-context_tokens // 16),
+        )
+        assert room.n_bytes(model, stated) == expected.n_bytes
+
+
 def test_a_head_that_fits_no_card_is_in_the_refusal(tmp_path: Path) -> None:
     """Kimi-K2.5 alone leaves a card of eight H100 less than a local head takes."""
     head = head_of(tmp_path, "block", max_batch=1024)
@@ -137,7 +154,10 @@ def test_a_head_that_fits_no_card_is_in_the_refusal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"hidden_size": 4096}, "--draft-model: hidden and vocabulary size 4096, 163840 are not the model's"),
+        (
+            {"hidden_size": 4096},
+            "--draft-model: hidden and vocabulary size 4096, 163840 are not the model's 7168, 163840",
+        ),
         (
             {"vocab_size": 163_839, "draft_vocab_size": 8},
             "--draft-model: hidden and vocabulary size 7168, 16",

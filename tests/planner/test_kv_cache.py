@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from libs.engine.parallel.sizes import parse_sizes
 from libs.planner.cuts import Cut, cut_stages
-from libs.planner.fit import CardMemory, HeldForm, HostMemory, Staging
+from libs.planner.fit import PROCESS_OVERHEAD_BYTES, CardMemory, HeldForm, HostMemory, Staging, fit_memory
 from libs.planner.kv_cache import LEAST_TOKENS, cut_of, kv_cache_bytes
 from libs.planner.shapes.mla_shape import mla_shape
 from slipstream.errors import InvalidArgument
@@ -55,6 +55,9 @@ def test_the_least_memory_that_a_refusal_names_works_and_a_byte_less_does_not(
     with pytest.raises(InvalidArgument, match="the least that works is") as refused:
         size(1)
     assert refused.value.field == "memory_bytes"
+    overhead_bytes = apart_bytes if is_device else sizes.n_ranks * PROCESS_OVERHEAD_BYTES
+    assert f"of {'each device' if is_device else 'the host'} do not hold" in str(refused.value)
+    assert f", {overhead_bytes} bytes of overhead" in str(refused.value)
     least = int(str(refused.value).rpartition(" ")[2])
     wanted = min(context_tokens, MODEL.max_context_tokens, LEAST_TOKENS) * MODEL.kv_token_bytes
     assert wanted <= size(least) <= 2 * wanted
@@ -73,12 +76,21 @@ def test_staged_copies_take_of_the_host_what_they_are_given() -> None:
         assert wanted - MODEL.kv_token_bytes < found <= wanted
     assert Staging().kv_room(100 << 30) == 96 << 30
     assert Staging().n_bytes(96 << 30) == 4 << 30
+    assert Staging().n_bytes(2 << 30) == 1 << 30
 
 
 def test_each_card_loses_its_overhead_and_nothing_to_staged_copies() -> None:
     memory = CardMemory((512 << 20) + MODEL.weights_bytes, overhead_bytes=500 << 20)
     kv = kv_cache_bytes(MODEL, memory, max_batch=4096)
     assert 12 << 20 >= kv > (12 << 20) - MODEL.kv_token_bytes
+
+
+@pytest.mark.parametrize("cut", [Cut(1), Cut(1, replicas=2), Cut(2), Cut(1, 2)])
+def test_pages_pass_through_the_host_where_a_worker_has_several_cards(cut: Cut) -> None:
+    fit = fit_memory(MODEL, cut, CardMemory(4 << 30))
+    assert fit.kv_bytes > 1 << 30
+    pages_bytes = fit.host_bytes - fit.staged_bytes - cut.group_cards * PROCESS_OVERHEAD_BYTES
+    assert pages_bytes == (fit.kv_bytes if cut.group_cards > 1 else 0)
 
 
 def test_a_cut_of_a_worker_has_its_copies() -> None:

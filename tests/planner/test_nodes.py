@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from libs.planner.cards import parse_cards
 from libs.planner.cuts import Cut, cut_stages, enumerate_cuts
-from libs.planner.exchanges import FAR_EXCHANGE_S, GATHERED, hops_s, sum_s
+from libs.planner.exchanges import FAR_EXCHANGE_S, FAR_HOP_S, GATHERED, HOP_S, hops_s, sum_s
 from libs.planner.nodes import far_adapters, far_hops, worker_nodes
 from libs.planner.plan import capacity_at, make_plan
 from libs.planner.times import StepTimes
@@ -49,11 +49,18 @@ def _on(cards: range, node: int) -> int:
 @given(st.integers(1, 8192))
 def test_sums_and_hops_between_nodes_are_slower(n_rows: int) -> None:
     near, far = Cut(8, 2), Cut(16)
+    assert sum_s(_MODEL, Cut(1, 16), _CARD, n_rows, GATHERED) == 0.0
     assert sum_s(_MODEL, far, _CARD, n_rows, GATHERED) - FAR_EXCHANGE_S >= (
         GATHERED.card_bytes(n_rows * _MODEL.hidden_size, 16) / (8 * _CARD.network_bytes_per_s) * 0.999
     )
+    assert sum_s(_MODEL, far, _CARD, n_rows, GATHERED) < 1.001 * FAR_EXCHANGE_S + (
+        GATHERED.card_bytes(n_rows * _MODEL.hidden_size, 16) / (8 * _CARD.network_bytes_per_s) * 1.001
+    )
     assert sum_s(_MODEL, far, _CARD, n_rows, GATHERED) > sum_s(_MODEL, near, _CARD, n_rows, GATHERED)
-    assert hops_s(_MODEL, near, _CARD, n_rows) > hops_s(_MODEL, Cut(4, 2), _CARD, n_rows)
+    n_bytes = 4 * n_rows * _MODEL.hidden_size
+    near_s, far_s = HOP_S + n_bytes / _CARD.link_bytes_per_s, FAR_HOP_S + n_bytes / _CARD.network_bytes_per_s
+    for cut, hops in ((Cut(4, 2), near_s), (near, far_s), (Cut(4, 4), 2 * near_s + far_s)):
+        assert hops_s(_MODEL, cut, _CARD, n_rows) == pytest.approx(hops)
 
 
 def test_replicas_serve_as_much_as_their_workers() -> None:

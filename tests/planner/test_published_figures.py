@@ -9,9 +9,9 @@ import pytest
 
 from libs.engine.parallel.sizes import parse_sizes
 from libs.planner.cards import GIB, parse_cards
-from libs.planner.cuts import Cut, cut_stages
+from libs.planner.cuts import Cut, cut_stages, enumerate_cuts, reference_cuts
 from libs.planner.exchanges import ALL_REDUCED
-from libs.planner.fit import CardMemory, fit_memory
+from libs.planner.fit import CardMemory, fit_memory, kv_shares
 from libs.planner.plan import capacity_at, make_plan
 from libs.planner.shapes.llama4_shape import llama4_shape
 from libs.planner.times import EFFICIENCY, StepTimes
@@ -63,6 +63,8 @@ def test_the_published_split_of_another_engine_is_a_reference() -> None:
     assert not any(one.fit.cut.exchanges_queries for one in plan.candidates)
     (own,) = [one.fit for one in plan.candidates if one.fit.cut == Cut(8, kv=8)]
     assert own.kv_tokens == 629_850
+    assert list(reference_cuts(kimi(), 4)) == [Cut(4, kv=4, exchanges_queries=True)]
+    assert list(reference_cuts(kimi(), 16)) == [Cut(8, kv=8, replicas=2, exchanges_queries=True)]
 
 
 def test_a_kv_split_copies_the_projections_of_its_heads() -> None:
@@ -104,6 +106,18 @@ def test_scout_on_two_h200() -> None:
     assert model.kv_window_bytes / GIB == pytest.approx(1.125)
     plan = make_plan(model, *parse_cards("2xh200-141"))
     assert plan.chosen.fit.kv_tokens > 1_220_000
+    fit = fit_memory(model, Cut(2), CardMemory(parse_cards("2xh200")[1].visible_bytes))
+    room_bytes = fit.card_free_bytes - model.kv_window_bytes // 2  # each card has half of the KV's heads
+    assert fit.kv_tokens == 2 * room_bytes // model.kv_token_bytes
+    assert fit_memory(model, Cut(2), CardMemory(1 << 30)).kv_tokens == 0
+
+
+def test_kv_is_divided_over_the_cards_that_hold_no_copy_of_it() -> None:
+    """Cards of a part of sequences and positions have the same KV where they are more than heads of KV."""
+    model = scout()
+    for cut in [cut for n_cards in (1, 8, 32) for cut in enumerate_cuts(model, n_cards)]:
+        copies = max(cut.tp // (cut.dp * cut.kv) // model.kv_heads, 1)
+        assert kv_shares(model, cut) * copies == cut.tp
 
 
 def test_step_times_follow_the_published_curve() -> None:

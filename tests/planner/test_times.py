@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from libs.engine.parallel.split import MICRO_BATCH_ROWS, count_micro_batches
 from libs.planner.cards import parse_cards
 from libs.planner.cuts import Cut, cut_stages, enumerate_cuts
-from libs.planner.exchanges import hops_s
+from libs.planner.exchanges import GATHERED, hops_s, share_s, sum_s
 from libs.planner.plan import _most_sequences, make_plan
-from libs.planner.times import Rows, StepTimes
+from libs.planner.shapes.model_shape import ModelShape
+from libs.planner.times import EFFICIENCY, LAYER_OVERHEAD_S, Rows, StepTimes
 from libs.planner.traffic import Traffic
-from tests.planner.shapes import kimi
+from tests.planner.shapes import kimi, scout
 
 _MODEL = kimi()
 _CARDS = parse_cards("8xh200")
@@ -55,6 +56,41 @@ def test_a_decode_step_of_a_pipeline_takes_the_sum_of_its_stages(
     hops = hops_s(_MODEL, Cut(1, pp), _CARDS[1], n_sequences)
     step = _times(Cut(1, pp)).decode_step_s(n_sequences, context_tokens)
     assert (one + hops) * (1 - 1e-9) <= step == pytest.approx(one + hops, rel=0.02)
+
+
+@settings(max_examples=50)
+@given(
+    st.sampled_from([(model, cut) for model in (kimi(), scout()) for cut in enumerate_cuts(model, 8)]),
+    st.integers(8, 512),
+    st.integers(1, 200_000),
+)
+def test_a_stage_takes_what_its_layers_read_compute_and_exchange(
+    of: tuple[ModelShape, Cut], n_rows: int, context_tokens: int
+) -> None:
+    """Each layer by itself, for a stage of one or several."""
+    (model, cut), card = of, _CARDS[1]
+    times = StepTimes(model, cut, cut_stages(model, cut.pp), card)
+    each = max(n_rows / cut.dp, 1.0)  # sequences of a part
+    copies = max(cut.tp // (cut.dp * cut.kv) // model.kv_heads, 1)  # of their KV
+    for stage in times.stages:
+        read = flops = 0.0
+        for layer in stage.layers:
+            kv = each * (context_tokens * layer.kv_token_bytes + layer.kv_window_bytes)
+            projections, weights = (cut.kv - 1) * layer.heads_bytes, (cut.kv - 1) * layer.heads_params
+            hits = layer.fullest_part_hits(n_rows, cut.ep) * cut.ep
+            read += (layer.attention_bytes + projections) * cut.dp + kv * cut.dp * copies
+            read += layer.shared_bytes + hits * layer.expert_bytes
+            row = 2 * (layer.attention_params + weights) + layer.context_flops * context_tokens
+            flops += row * each * cut.dp + 2 * (layer.active_params - layer.attention_params) * n_rows
+        bound_s = max(read / card.copy_bytes_per_s, flops / card.bf16_flops) / cut.tp / EFFICIENCY
+        n_sums = 2 * len(stage.layers) + (stage is times.stages[0])  # one of the embedding
+        sums_s = n_sums * sum_s(model, cut, card, n_rows, GATHERED)
+        layers_s = LAYER_OVERHEAD_S + share_s(model, cut, card, each)
+        found = times._stage_s(stage, Rows(n_rows, 1, context_tokens))
+        assert found == pytest.approx(bound_s + sums_s + len(stage.layers) * layers_s)
+    head_s = max(model.head_bytes / card.copy_bytes_per_s, 2 * model.head_params * n_rows / card.bf16_flops)
+    for rows in (Rows(n_rows, 1, context_tokens), Rows(n_rows, 7, context_tokens, is_prefill=True)):
+        assert times._head_s(rows) == pytest.approx(head_s / cut.tp / EFFICIENCY)
 
 
 @given(st.sampled_from([2, 4, 8]), st.integers(2 * MICRO_BATCH_ROWS, 4096))

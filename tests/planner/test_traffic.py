@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from libs.common.fleet_bounds import MAX_TRACE_LINE_BYTES
+from libs.planner import traffic
 from libs.planner.traffic import Traffic, read_trace
 from slipstream.errors import InvalidArgument
 
@@ -19,6 +20,21 @@ def test_mean_request_of_a_trace(tmp_path: Path) -> None:
         '{"timestamp": 4000, "input_length": 1536, "output_length": 30, "hash_ids": [1, 2, 3]}\n'
     )
     assert read_trace(trace) == Traffic(1280.0, 512.0, 20.0, 0.5)
+    assert (read_trace(trace).computed_tokens, Traffic(5.0, 5.0).computed_tokens) == (768.0, 1.0)
+    trace.write_text('{"timestamp": 0, "input_length": 1, "output_length": 0}')
+    assert read_trace(trace) == Traffic(1.0, 0.0, 1.0, 0.0)
+
+
+def test_a_trace_with_more_lines_than_its_bound_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traffic, "MAX_TRACE_LINES", 2)
+    trace, line = tmp_path / "trace.jsonl", '{"timestamp": 0, "input_length": 1, "output_length": 1}\n'
+    trace.write_text(2 * line)
+    assert read_trace(trace).prompt_tokens == 1
+    trace.write_text(3 * line)
+    with pytest.raises(InvalidArgument, match="has more than 2 lines"):
+        read_trace(trace)
 
 
 @pytest.mark.parametrize(
