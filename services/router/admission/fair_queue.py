@@ -33,9 +33,6 @@ class FairQueue:
     def __len__(self) -> int:
         return len(self._tenant_of)
 
-    def __contains__(self, item: str) -> bool:
-        return item in self._tenant_of
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._tenant_of)
 

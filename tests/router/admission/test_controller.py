@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.router.admission.controller import AdmissionController
 from services.router.admission.forecast import Capacity
-from services.router.admission.tenant_reserve import TenantReserve, with_reserve
+from services.router.admission.tenant_reserve import with_reserve
 from services.router.admission.types import (
     AdmissionDecision,
     AdmissionLimits,
@@ -204,8 +204,8 @@ def test_decode_capacity_is_forecast_for_the_end_of_the_prefill() -> None:
     """Decode may be full now and free at the end of the prefill, or the other way round."""
     capacity = Capacity(prefill_tokens_per_ms=1.0, decode_sequences=1)
     controller = AdmissionController(_limits())
-    soon = AdmissionRequest("soon", "t", prefill_tokens=1000, may_wait=False)
-    late = AdmissionRequest("late", "t", prefill_tokens=3000, may_wait=False)
+    soon = AdmissionRequest("soon", "t", prefill_tokens=1990, may_wait=False)
+    late = AdmissionRequest("late", "t", prefill_tokens=2010, may_wait=False)
     controller.offer(AdmissionRequest("a", "t", prefill_tokens=100), capacity, 0.0)
     controller.first_token("a", 100.0)
     # The duration of a decode is not known yet, so the forecast expects none to end.
@@ -213,7 +213,7 @@ def test_decode_capacity_is_forecast_for_the_end_of_the_prefill() -> None:
     controller.end("a", 2100.0, output_tokens=100)
     controller.offer(AdmissionRequest("b", "t", prefill_tokens=100), capacity, 3000.0)
     controller.first_token("b", 3100.0)
-    # A decode lasts 2000 ms: it still runs after 1000 ms and has ended after 3000 ms.
+    # A decode lasts 2000 ms: it still runs after 1990 ms and has ended after 2010 ms.
     assert controller.offer(soon, capacity, 3100.0).verdict is Verdict.REFUSED
     assert controller.offer(late, capacity, 3100.0).verdict is Verdict.ADMITTED
     naive = AdmissionController(_limits(), naive_forecast=True)
@@ -273,33 +273,49 @@ def test_the_reserve_holds_where_prefill_is_far_behind() -> None:
 @given(st.integers(0, 2**32), st.integers(2, 40))
 def test_no_tenant_below_its_share_waits_while_the_reserve_has_places(seed: int, max_running: int) -> None:
     """And what runs beyond the places of all is at most the reserve, with any number of tenants."""
-    rng, reserve = random.Random(seed), TenantReserve()
+    rng = random.Random(seed)
     wait_ms, n_waiting = dict.fromkeys(Priority, 1e9), dict.fromkeys(Priority, 1e9)
     controller = AdmissionController(
         _limits(max_running=max_running, max_wait_ms=wait_ms, max_waiting=n_waiting)
     )
     running: dict[str, str] = {}
     waiting: dict[str, str] = {}
+
+    def is_below_share(tenant: str) -> bool:
+        n_tenants = len({tenant, *running.values(), *waiting.values()})
+        n_mine = list(running.values()).count(tenant)
+        return n_tenants > 1 and (n_mine + 1) * n_tenants <= max_running
+
     for step in range(150):
         tenant = rng.choice("aaaaaabcd")
         decision = controller.offer(_request(f"k{step}", tenant=tenant), UNKNOWN, float(step))
         if decision.verdict is Verdict.ADMITTED:
             running[f"k{step}"] = tenant
-            reserve.begin(tenant)
         elif decision.verdict is Verdict.QUEUED:
             waiting[f"k{step}"] = tenant
-            reserve.enter(tenant)
-        if running and rng.random() < 0.5:
-            key = rng.choice(sorted(running))
-            reserve.end(running.pop(key))
-            controller.end(key, float(step))
+        for of_state, share in ((running, 0.5), (waiting, 0.1)):
+            if of_state and rng.random() < share:
+                key = rng.choice(sorted(of_state))
+                del of_state[key]
+                controller.end(key, float(step))
         for key in controller.poll(UNKNOWN, float(step)).admitted:
-            reserve.leave(waiting[key])
             running[key] = waiting.pop(key)
-            reserve.begin(running[key])
         assert len(running) <= with_reserve(max_running)
         if len(running) < with_reserve(max_running):
-            assert not any(reserve.is_below_share(each, max_running) for each in waiting.values())
+            assert not any(map(is_below_share, waiting.values()))
+
+
+def test_a_share_is_one_of_the_places_of_decode_where_these_are_fewer() -> None:
+    eight = Capacity(decode_sequences=8)
+    controller = AdmissionController(_limits(max_running=100))
+    for tenant in ("heavy", "heavy", "heavy", "heavy", "a", "b", "c", "d"):
+        ask = _request(f"{tenant}{controller.running}", tenant=tenant)
+        assert controller.offer(ask, eight, 0.0).verdict is Verdict.ADMITTED
+    # Each of five tenants has one of eight places by right.
+    assert controller.offer(_request("more", tenant="a"), eight, 0.0).verdict is Verdict.QUEUED
+    assert controller.above(Priority.DEFAULT) == (0, 0)
+    assert controller.above(Priority.JOB) == (8, 1)
+    assert controller.above(Priority.INTERACTIVE) == (0, 0)
 
 
 # ---- what more workers would let run

@@ -47,10 +47,12 @@ def test_backlogged_tenants_differ_by_one_largest_item_of_each(
 def test_any_order_of_calls_loses_and_repeats_no_item(seed: int, steps: int) -> None:
     rng, queue = random.Random(seed), FairQueue()
     waiting: list[str] = []
+    tenant_of: dict[str, str] = {}
     for step in range(steps):
         act = rng.random()
         if act < 0.5:
-            queue.push(rng.choice("abc"), f"i{step}", rng.randint(1, 50))
+            tenant_of[f"i{step}"] = rng.choice("abc")
+            queue.push(tenant_of[f"i{step}"], f"i{step}", rng.randint(1, 50))
             waiting.append(f"i{step}")
         elif act < 0.7 and waiting:
             gone = waiting.pop(rng.randrange(len(waiting)))
@@ -66,6 +68,16 @@ def test_any_order_of_calls_loses_and_repeats_no_item(seed: int, steps: int) -> 
                 waiting.remove(head)
         assert len(queue) == len(waiting)
         assert sorted(queue) == sorted(waiting)
+        counts = {tenant: sum(tenant_of[item] == tenant for item in waiting) for tenant in "abcd"}
+        assert {tenant: queue.waiting_of(tenant) for tenant in "abcd"} == counts
+        longest = queue.longest()
+        assert (longest[2] if longest else 0) == max(counts.values())
+        if act < 0.5:
+            continue
+        # What is kept of idle tenants is their debt, and an empty queue forgets that, too.
+        idle = [each for each in queue._tenants.values() if not each.costs]
+        assert waiting or not queue._tenants
+        assert all(each.start_tag > queue._virtual for each in idle) or 0.7 <= act < 0.8
 
 
 def test_an_idle_tenant_accumulates_no_credit() -> None:
@@ -78,6 +90,16 @@ def test_an_idle_tenant_accumulates_no_credit() -> None:
         queue.push("new", f"n{index}", 10)
     first = [queue.pop() for _ in range(20)]
     assert 9 <= sum(item is not None and item[0] == "n" for item in first) <= 11
+
+
+def test_of_tenants_served_as_much_the_one_that_waits_longer_is_next() -> None:
+    queue = FairQueue()
+    queue.push("returns", "r0", 10)
+    queue.push("stays", "s0", 10)
+    queue.push("stays", "s1", 10)
+    assert [queue.pop(), queue.pop()] == ["r0", "s0"]
+    queue.push("returns", "r1", 10)
+    assert [queue.pop(), queue.pop()] == ["s1", "r1"]
 
 
 def test_a_tenant_that_used_more_than_announced_waits_longer() -> None:
