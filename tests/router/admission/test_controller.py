@@ -125,14 +125,15 @@ def test_no_class_starves_under_overload_of_the_highest(seed: int) -> None:
     rng, wait_ms = random.Random(seed), dict.fromkeys(Priority, 1e9)
     controller = AdmissionController(_limits(max_wait_ms=wait_ms, max_waiting=dict.fromkeys(Priority, 1e9)))
     running: list[str] = []
+    start_ms = 1000.0
     for index in range(4):
-        controller.offer(_request(f"first{index}"), UNKNOWN, 0.0)
-        controller.first_token(f"first{index}", 0.0)
+        controller.offer(_request(f"first{index}"), UNKNOWN, start_ms)
+        controller.first_token(f"first{index}", start_ms)
         running.append(f"first{index}")
-    lower = [f"low{index}" for index in range(5)]
-    for index, key in enumerate(lower):
-        controller.offer(_request(key, (Priority.BULK, Priority.DEFAULT)[index % 2]), UNKNOWN, 0.0)
-    left, now_ms, ends = set(lower), 0.0, 0
+    lower = {f"low{index}": (Priority.BULK, Priority.DEFAULT)[index % 2] for index in range(5)}
+    for key, priority in lower.items():
+        controller.offer(_request(key, priority), UNKNOWN, start_ms)
+    left, now_ms, ends, order = set(lower), start_ms, 0, [""]
     while left:
         now_ms += rng.uniform(5, 15)
         for more in range(2):
@@ -143,8 +144,12 @@ def test_no_class_starves_under_overload_of_the_highest(seed: int) -> None:
             controller.first_token(key, now_ms)
             running.append(key)
             left.discard(key)
+            if key in lower:
+                assert now_ms - start_ms >= _limits().promote_ms[lower[key]]
+                assert order[-1] not in lower, "one of the highest class is served in between"
+            order.append(key)
         # At 200 ms all five are overdue; from then on every second place is theirs.
-        assert now_ms < 200 + 15 * 2 * (len(lower) + 1)
+        assert now_ms - start_ms < 200 + 15 * 2 * (len(lower) + 1)
 
 
 def test_a_higher_class_preempts_the_newest_request_of_the_lowest_without_output() -> None:
@@ -180,6 +185,24 @@ def test_a_full_queue_evicts_a_request_of_the_tenant_that_fills_it() -> None:
     assert decision.verdict is Verdict.QUEUED
     assert decision.pushed_out == "greedy5"
     assert controller.waiting == 6
+    # Until both have as many.
+    offers = [controller.offer(_request(f"m{index}", tenant="modest"), UNKNOWN, 0.0) for index in range(3)]
+    assert [offer.pushed_out for offer in offers] == ["greedy4", "greedy3", ""]
+    assert offers[-1].verdict is Verdict.REFUSED
+    controller.end("m2", 0.0)  # a key that is in no queue
+    assert controller.waiting == 6
+
+
+def test_a_tenant_pays_for_what_its_requests_used_beyond_their_cost() -> None:
+    controller = AdmissionController(_limits(max_running=1))
+    controller.offer(_request("a0", tenant="a"), UNKNOWN, 0.0)
+    controller.first_token("a0", 0.0)
+    for tenant in "ab":
+        for index in (1, 2):
+            controller.offer(_request(f"{tenant}{index}", tenant=tenant), UNKNOWN, 0.0)
+    controller.end("a0", 1.0, output_tokens=100_000)
+    (began,) = controller.poll(UNKNOWN, 1.0).admitted
+    assert began == "b1"
 
 
 def test_a_request_that_cannot_start_before_its_deadline_is_rejected_at_once() -> None:

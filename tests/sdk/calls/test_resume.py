@@ -14,6 +14,7 @@ from slipstream import errors
 from slipstream.calls.resume import Resumption
 from slipstream.client import Client
 from slipstream.endpoints import Endpoints
+from slipstream.replies import Event
 from slipstream.rpc.rpc_errors import to_status
 from slipstream.v1 import common_pb2, router_pb2
 
@@ -174,6 +175,25 @@ def test_the_id_is_the_clients_so_that_the_seed_outlives_the_router() -> None:
     assert resumption(within_s=0.0).request().request_id == ""
 
 
+def test_a_call_that_is_cut_twice_is_repeated_in_nothing() -> None:
+    """The second connection ends amid what the first one showed; the third one goes on after that."""
+    stream = resumption()
+
+    def feed(arguments: str) -> Event | None:
+        delta = router_pb2.Delta(completion_tokens=1)
+        delta.tool_calls.add(index=0, id="call", name="name", arguments=arguments)
+        return stream.feed(router_pb2.GenerateEvent(delta=delta))
+
+    assert feed("ab") is not None
+    pauses_s = [stream.lost(GONE, now_s=0.0)]
+    assert feed("a") is None, "nothing is new"
+    pauses_s.append(stream.lost(GONE, now_s=0.0))
+    assert pauses_s == pytest.approx([0.05, 0.1])
+    assert feed("abc") is not None
+    (call,) = stream.reply.tool_calls
+    assert (call.id, call.name, call.arguments) == ("call", "name", "abc")
+
+
 def test_another_answer_is_refused() -> None:
     stream = resumption()
     stream.feed(router_pb2.GenerateEvent(delta=router_pb2.Delta(text="one", completion_tokens=1)))
@@ -221,9 +241,13 @@ def test_a_request_that_would_not_wait_is_not_sent_again() -> None:
         Resumption(request, now_s=0.0, deadline_s=1000.0).lost(FULL, now_s=0.0)
 
 
-def test_an_answer_that_began_is_not_sent_again() -> None:
-    stream = resumption()
-    stream.feed(router_pb2.GenerateEvent(delta=router_pb2.Delta(text="a", completion_tokens=1)))
+@pytest.mark.parametrize(
+    "first", [router_pb2.Delta(text="a", completion_tokens=1), router_pb2.Delta(text="p")]
+)
+def test_an_answer_that_began_is_not_sent_again(first: router_pb2.Delta) -> None:
+    """With its first token, or with the echo of its prompt."""
+    stream = resumption(echo=not first.completion_tokens)
+    stream.feed(router_pb2.GenerateEvent(delta=first))
     with pytest.raises(errors.Overloaded):
         stream.lost(FULL, now_s=0.0)
 
