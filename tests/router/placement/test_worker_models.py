@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from services.router.placement.cost_model import RateFit
+from services.router.placement.cost_model import DecodeModel, PrefillModel, RateFit
 from services.router.placement.worker_models import DECAY_S, WorkerModels
 
 
@@ -25,6 +26,61 @@ def _decay_for(models: WorkerModels, seconds: int, *, heard: str = "", step_ms: 
         if heard:
             _steps(models, heard, step_ms, 2)
         models.decay(1.0)
+
+
+def _prompts(models: WorkerModels, worker: str, token_ms: float, n: int) -> None:
+    for i in range(n):
+        tokens = 1_000 + 100 * (i % 7)
+        models.observe_prefill(
+            worker,
+            ahead_tokens=0,
+            ahead_requests=0,
+            uncached_tokens=tokens,
+            prompt_tokens=tokens,
+            dram_tokens=0,
+            nvme_tokens=0,
+            duration_ms=token_ms * tokens,
+        )
+
+
+def test_a_worker_without_reports_has_the_stated_speed_and_then_that_of_its_role() -> None:
+    """Of eight reports on; a departed worker is one without reports."""
+    models, usual = WorkerModels(), PrefillModel()
+    assert models.prefill_model("new") == usual and models.decode_model("new") == DecodeModel()
+    assert models.prefill_model("new", tokens_per_s=4_000.0) == replace(usual, token_ms=0.25)
+    for extreme, token_ms in ((1e-300, 1e4 * usual.token_ms), (1e300, usual.token_ms / 1e4)):
+        assert models.prefill_model("new", tokens_per_s=extreme).token_ms == pytest.approx(token_ms)
+    for n_reports in range(1, 9):
+        _prompts(models, "a", 0.1, 1)
+        _steps(models, "a", 40.0, 1)
+        known = n_reports >= 8
+        assert (models.prefill_model("new", tokens_per_s=4_000.0).token_ms != 0.25) == known
+        assert (models.decode_model("new") != DecodeModel()) == known
+    role = models.prefill_model("new"), models.decode_model("new")
+    for n_more in range(1, 9):  # every fourth report is one of the role, too
+        _prompts(models, "a", 0.2, 1)
+        assert (models.prefill_model("new") != role[0]) == (n_more > 3)
+    own, of_role = models.prefill_model("a"), models.prefill_model("new")
+    assert own != of_role
+    models.remove("a")
+    models.remove("a")
+    assert (models.prefill_model("a"), models.decode_model("a")) == (of_role, role[1])
+    assert not models.known()
+
+
+def test_transfers_are_those_of_the_worker_and_its_role() -> None:
+    models, mib = WorkerModels(), 1 << 20
+    for n in range(40):
+        models.observe_pull("a", n_bytes=mib * (1 + n % 7), transfer_ms=5.0 + 3.0 * (1 + n % 7))
+    for worker in ("a", "new"):
+        assert models.decode_model(worker).transfer_ms(4 * mib) == pytest.approx(17.0, rel=0.2)
+    for n in range(400):
+        models.observe_pull("b", n_bytes=mib * (1 + n % 7), transfer_ms=3 * (5.0 + 3.0 * (1 + n % 7)))
+    before_ms = models.decode_model("a").transfer_ms(4 * mib)
+    for _ in range(int(8 * DECAY_S)):
+        models.observe_pull("b", n_bytes=4 * mib, transfer_ms=51.0)
+        models.decay(1.0)
+    assert models.decode_model("a").transfer_ms(4 * mib) > 1.3 * before_ms, "it fades towards its role"
 
 
 def test_a_worker_that_was_slow_and_is_avoided_is_soon_taken_to_be_like_the_others() -> None:
@@ -51,25 +107,11 @@ def test_a_slow_worker_that_is_heard_of_stays_known_to_be_slow() -> None:
 def test_prefill_workers_fade_as_well() -> None:
     models = WorkerModels()
 
-    def prompts(worker: str, token_ms: float, n: int) -> None:
-        for i in range(n):
-            tokens = 1_000 + 100 * (i % 7)
-            models.observe_prefill(
-                worker,
-                ahead_tokens=0,
-                ahead_requests=0,
-                uncached_tokens=tokens,
-                prompt_tokens=tokens,
-                dram_tokens=0,
-                nvme_tokens=0,
-                duration_ms=token_ms * tokens,
-            )
-
-    prompts("a", 0.1, 100)
-    prompts("b", 0.3, 64)
+    _prompts(models, "a", 0.1, 100)
+    _prompts(models, "b", 0.3, 64)
     slow_ms = models.prefill_model("b").compute_ms(1_000, 1_000)
     for _ in range(int(6 * DECAY_S)):
-        prompts("a", 0.1, 1)
+        _prompts(models, "a", 0.1, 1)
         models.decay(1.0)
     quick_ms = models.prefill_model("a").compute_ms(1_000, 1_000)
     assert slow_ms > 2 * quick_ms
