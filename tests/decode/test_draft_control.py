@@ -10,7 +10,7 @@ from services.decode.draft_control import WHOLE_ROWS, DraftControl
 from services.decode.draft_gate import DraftGate, DraftMode
 from services.decode.draft_state import DraftLimits
 from services.decode.speculation import RemoteSpeculation
-from services.decode.step_costs import DEFAULT_CONFIDENCE, StepWindow, least_confidence
+from services.decode.step_costs import DEFAULT_CONFIDENCE, SetupCosts, StepWindow, least_confidence
 
 
 class Recorder(DraftGate):
@@ -128,3 +128,24 @@ def test_a_draft_is_worth_a_share_of_a_token(row_ms: float, expected: float) -> 
     assert window.cost_ms == pytest.approx(1.0, rel=0.2) or row_ms > 1
     assert least_confidence(window, 1) == pytest.approx(expected, abs=0.06)
     assert least_confidence(None, 1) == DEFAULT_CONFIDENCE
+
+
+def test_the_cost_of_a_draft_is_unknown_where_steps_hardly_differ() -> None:
+    window = StepWindow(4)
+    assert (window.draft_ms, window.median_ms, window.is_full) == (None, 0.0, False)
+    window.add(2.0, 1.0, 0)
+    assert window.draft_ms is None
+    window.add(2.5, 1.0, 1)
+    assert (window.draft_ms, window.cost_ms) == pytest.approx((0.5, 2.25))
+    assert least_confidence(window, 1) == pytest.approx(0.5 / 2.25)
+    for elapsed_ms in (2.0, 3.0):
+        window.add(elapsed_ms, 1.0, 1)
+    assert (window.draft_ms, window.median_ms, window.is_full) == (None, 2.25, True)
+
+
+def test_a_setup_is_shared_by_the_tokens_of_its_sequence() -> None:
+    setup = SetupCosts()
+    assert setup.ms_per_token == 0.0
+    for n_tokens, expected_ms in ((0, 10.0), (1, 10.0), (40, 10.0), (40, 0.5)):
+        setup.add(10.0, n_tokens)
+        assert setup.ms_per_token == pytest.approx(expected_ms, rel=0.05)

@@ -101,3 +101,17 @@ def test_the_overdraft_is_a_quarter_for_all_routers_together(
     n_routers: int, limit: int, expected: int
 ) -> None:
     assert overdraft(limit, n_routers) == expected
+
+
+@pytest.mark.parametrize(("recent", "expected"), [(0, 100), (5, 200), (80, 260), (500, 900)])
+def test_a_router_asks_for_twice_its_use_and_at_least_its_part_of_half_of_what_is_free(
+    recent: int, expected: int
+) -> None:
+    assert wanted(1000, used=100, recent=recent, others=100, n_routers=4) == expected
+
+
+@pytest.mark.parametrize(("others", "free"), [(60, 10), (69, 1), (70, 0), (90, 0)])
+def test_what_no_router_holds_is_free_and_worth_a_renewal(others: int, free: int) -> None:
+    lease = Lease(100, n_routers=2, granted=30, used=30, others_granted=others)
+    assert (lease.free, lease.is_low) == (free, free > 0)
+    assert not Lease(100, n_routers=2, granted=31, used=30, others_granted=others).is_low
