@@ -23,10 +23,11 @@ from slipstream.cluster_record import secret_file
 from slipstream.rpc.caller_class import CallerClass
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.peer_token import TokenMinter, TwoClocks
-from slipstream.v1 import worker_pb2, worker_pb2_grpc
+from slipstream.v1 import worker_pb2
 from supervisor.configuration.plan import ClusterConfig
 from supervisor.forking.launcher import ProcessLauncher
 from tests.support.clusters.engine_gate import Gate
+from tests.support.clusters.kept_channels import KeptChannels
 from tests.support.clusters.supervised import supervised
 from tests.support.processes.process_checks import alive
 
@@ -93,7 +94,7 @@ class LocalCluster:
         self.grpc, self.http = record.router_grpc, record.router_http
         self.workers = record.service_endpoints()
         self.admin_http = record.find("router-0").admin_http
-        self._tokens = operator_tokens(self.run_dir, self._wall_s)
+        self._channels = KeptChannels(operator_tokens(self.run_dir, self._wall_s))
         self.routers = [p.endpoint for p in record.processes if p.role == "router"]
         self.router_names = [p.instance for p in record.processes if p.role == "router"]
         self.client = Client(self.grpc, timeout_s=REQUEST_S)
@@ -103,6 +104,7 @@ class LocalCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.client.close()
+        self._channels.close()
         self.call(self.supervisor.__aexit__(None, None, None))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
@@ -119,10 +121,7 @@ class LocalCluster:
 
     def status(self, instance: str) -> worker_pb2.GetStatusResponse:
         """GetStatus of one worker. Raises grpc.RpcError when it does not answer."""
-        with grpc.insecure_channel(self.workers[instance]) as channel:
-            stub = worker_pb2_grpc.WorkerServiceStub(channel)
-            token = self._tokens.tokens_for(self.workers[instance]).metadata()
-            return stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=60, metadata=token)
+        return self._channels.status(self.workers[instance])
 
     def sequences(self, instance: str) -> int:
         """The number of requests that the worker runs; 0 while it does not answer."""
