@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
 from functools import cache
 from typing import Final
@@ -10,6 +11,7 @@ from typing import Final
 import numpy as np
 import pytest
 
+from libs.common.cluster.worker_record import Role
 from libs.engine.core.build import EngineOptions, build_engine
 from libs.engine.core.engine import PagedEngine
 from libs.text.tokenizer import Tokenizer
@@ -37,13 +39,17 @@ NUMBERS = itertools.count()
 )
 def two_cuts(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     cuts = {f"prefill-{n}": ("--parallel", cut) for n, cut in enumerate(request.param)}
-    with (
-        lasting_dir(request, "cuts") as run_dir,
-        LocalCluster(
-            plain_config(run_dir, kvstores=1, sizes=WorkerSizes(compute_dtype=EXACT), instance_arguments=cuts)
-        ) as running,
-    ):
-        yield running
+    with lasting_dir(request, "cuts") as run_dir:
+        (run_dir / "altered.json").write_text(json.dumps({name: {"early_ranks": True} for name in cuts}))
+        config = plain_config(
+            run_dir,
+            kvstores=1,
+            modules=dict.fromkeys(Role, "tests.support.clusters.altered_service"),
+            sizes=WorkerSizes(compute_dtype=EXACT),
+            instance_arguments=cuts,
+        )
+        with LocalCluster(config) as running:
+            yield running
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from libs.common.cluster.worker_record import Role
 from libs.engine.core.build import EngineOptions, build_engine
 from libs.text.tokenizer import Tokenizer
 from supervisor.configuration.cluster_options import DEFAULT_MODEL, WorkerSizes
@@ -33,23 +35,24 @@ MAX_TOKENS = 20
     ],
 )
 def cut(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
-    with (
-        lasting_dir(request, "cut") as run_dir,
-        LocalCluster(
-            ClusterConfig(
-                run_dir=run_dir,
-                prefill=1,
-                decode=1,
-                drafts="on",
-                # Cuts add in other orders. With products in bf16 a close choice would fall otherwise.
-                sizes=WorkerSizes(compute_dtype="float32"),
-                drafters=1,
-                prefill_parallel=request.param[0],
-                decode_parallel=request.param[1],
-            )
-        ) as running,
-    ):
-        yield running
+    """Ranks of the prefill worker are new interpreters; those of the decode worker start three times."""
+    with lasting_dir(request, "cut") as run_dir:
+        (run_dir / "altered.json").write_text(json.dumps({"decode-0": {"early_ranks": True}}))
+        config = ClusterConfig(
+            run_dir=run_dir,
+            modules=dict.fromkeys(Role, "tests.support.clusters.altered_service"),
+            prefill=1,
+            decode=1,
+            kvstores=0,
+            drafts="on",
+            # Cuts add in other orders. With products in bf16 a close choice would fall otherwise.
+            sizes=WorkerSizes(compute_dtype="float32"),
+            drafters=1,
+            prefill_parallel=request.param[0],
+            decode_parallel=request.param[1],
+        )
+        with LocalCluster(config) as running:
+            yield running
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,8 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
     """Two prefill and two decode workers, each cut in another way than the next one."""
     cuts = dict(zip(WORKERS, request.param, strict=True))
     with lasting_dir(request, "separate") as run_dir:
-        (run_dir / "altered.json").write_text(json.dumps({name: {"separate": True} for name in WORKERS}))
+        changes = {name: {"separate": True, "early_ranks": True} for name in WORKERS}
+        (run_dir / "altered.json").write_text(json.dumps(changes))
         config = ClusterConfig(
             run_dir=run_dir,
             modules=dict.fromkeys(Role, "tests.support.clusters.altered_service"),

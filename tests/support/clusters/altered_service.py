@@ -4,6 +4,7 @@
     redirect    {endpoint: another endpoint}: the address to dial in place of a peer's
     states      the context bound in a worker's record, in tokens, whatever its engine takes
     separate    true: each rank of the worker has other memory for KV pages, as ranks on devices have
+    early_ranks true: the other ranks of the worker are forks (early_ranks.py)
 
 A test can hold the engines (engine_gate.py). Routers have long time-outs: on a busy machine a worker may be
 silent for seconds, and unavailable for a minute when it starts again.
@@ -132,6 +133,10 @@ def main() -> None:
             state_context(changes["states"])
         if changes.get("separate"):
             separate_pages()
+        if changes.get("early_ranks"):
+            from tests.support.clusters import early_ranks
+
+            early_ranks.install(sys.argv)
         engine_gate.install(run_dir, instance)
     elif role == "router":
         be_patient()
