@@ -1,7 +1,8 @@
 """Real clusters for all end-to-end tests: separate processes, real etcd.
 
 `cluster` runs the shipped model. `fakes` runs the fake engine, which checks every byte of KV that it gets,
-for tests that need many streams; `load` has fifty of them, and `expected` their answers without a fault.
+for tests that need many streams; `load` has three of each kind, and `expected` their answers without a fault.
+`make soak` runs the fifty streams of `fifty`.
 Each file has separate clusters: disk and memory are free again at the end of the file.
 """
 
@@ -57,12 +58,22 @@ def fakes(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="module")
 def load() -> list[FaultRequest]:
-    return mixed_requests(50, tokens=40)
+    return mixed_requests(21, tokens=24)
 
 
 @pytest.fixture(scope="module")
 def expected(fakes: LocalCluster, load: list[FaultRequest]) -> list[Answer]:
     return undisturbed(fakes, load)
+
+
+@pytest.fixture(scope="module")
+def fifty() -> list[FaultRequest]:
+    return mixed_requests(50, tokens=40)
+
+
+@pytest.fixture(scope="module")
+def fifty_expected(fakes: LocalCluster, fifty: list[FaultRequest]) -> list[Answer]:
+    return undisturbed(fakes, fifty)
 
 
 @pytest.fixture(autouse=True)

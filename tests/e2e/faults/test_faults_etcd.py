@@ -137,8 +137,8 @@ def test_etcd_unavailable_under_load(
 @pytest.mark.parametrize("how", [killed, stopped])
 def test_etcd_unavailable_for_a_minute(
     fakes: LocalCluster,
-    load: list[FaultRequest],
-    expected: list[Answer],
+    fifty: list[FaultRequest],
+    fifty_expected: list[Answer],
     how: How,
 ) -> None:
-    etcd_unavailable(fakes, load, expected, how, outage_s=SOAK_OUTAGE_S, settled_s=SETTLED_S)
+    etcd_unavailable(fakes, fifty, fifty_expected, how, outage_s=SOAK_OUTAGE_S, settled_s=SETTLED_S)

@@ -35,7 +35,7 @@ def test_the_blocking_client_resumes_too(fakes: LocalCluster) -> None:
     question = [{"role": "user", "content": "Where is order 4711?"}]
     arguments: GenerateArguments = {
         "temperature": 1.0,
-        "max_tokens": 300,
+        "max_tokens": 80,
         "ignore_eos": True,
         "request_id": "goes-on",
     }
@@ -55,5 +55,5 @@ def test_the_blocking_client_resumes_too(fakes: LocalCluster) -> None:
         assert "".join(pieces) == stream.reply.text
         assert stream.reply.as_message() == whole.as_message()
         assert stream.reply.usage is not None
-        assert stream.reply.usage.completion_tokens == 300
+        assert stream.reply.usage.completion_tokens == 80
     fakes.until_running(router, but=pid)
