@@ -45,7 +45,7 @@ FAULTS: dict[str, Callable[[FaultProxy], None]] = {
     "delay": lambda proxy: proxy.delay(0.1),
     "trickle": lambda proxy: proxy.trickle(20_000),  # a block takes a fifth of a second
 }
-LOAD = mixed_requests(14, tokens=40)
+LOAD = mixed_requests(14, tokens=24)
 # Each fault once, spread over the links; `make soak` runs every pair.
 PAIRS = tuple(zip(LINKS, ("blackhole", "blackhole", "cut", "trickle", "blackhole", "reset"), strict=True))
 
@@ -156,7 +156,7 @@ async def harm_kv_link(mesh: Mesh, link: str, fault: str, fresh: Iterator[list[F
 @pytest.fixture(scope="module")
 def fresh() -> Iterator[list[FaultRequest]]:
     """Loads of new prompts."""
-    many = mixed_requests(14 * 160, tokens=32)
+    many = mixed_requests(14 * 160, tokens=24)
     return iter([many[at : at + 14] for at in range(14, len(many), 14)])
 
 

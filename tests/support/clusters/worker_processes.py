@@ -48,6 +48,7 @@ class WorkerProcess:
             self._command += _ENGINE
         self._command += arguments
         self._log = run_dir / f"{instance}.log"
+        self._channel: grpc.aio.Channel | None = None  # tests poll, and a new one costs more than a call
 
     async def __aenter__(self) -> WorkerProcess:
         with self._log.open("wb") as log:
@@ -77,9 +78,18 @@ class WorkerProcess:
 
     async def status(self) -> worker_pb2.GetStatusResponse:
         """GetStatus of the process. Raises AioRpcError when it does not answer."""
-        async with grpc.aio.insecure_channel(self.endpoint) as channel:
-            stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
-            return await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=60)
+        channel = self._channel or grpc.aio.insecure_channel(self.endpoint)
+        self._channel = None
+        stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
+        try:
+            answer: worker_pb2.GetStatusResponse = await stub.GetStatus(
+                worker_pb2.GetStatusRequest(), timeout=60
+            )
+        except BaseException:
+            await channel.close()
+            raise
+        await self._keep(channel)
+        return answer
 
     def record(self, endpoint: str) -> Worker:
         """The discovery record of the process with `endpoint` as its address."""
@@ -87,7 +97,14 @@ class WorkerProcess:
             self.role, self.instance, endpoint, self._status.incarnation, self._status.fingerprint.digest
         )
 
+    async def _keep(self, channel: grpc.aio.Channel | None) -> None:
+        """Keep this channel in place of the one of a call at the same time."""
+        self._channel, other = channel, self._channel
+        if other is not None:
+            await other.close()
+
     async def _end(self) -> None:
+        await self._keep(None)
         if self._process.returncode is None:
             self._process.send_signal(signal.SIGKILL)
         await self._process.wait()
