@@ -25,9 +25,9 @@ OUTAGE_S = 12.0
 SOAK_OUTAGE_S = 60.0
 # Longer than a lease, which a restarted etcd extends by its whole time: missing workers have expired by then.
 SETTLED_S = 15.0
-# A step of four streams takes 40 ms: streams run all the time that etcd is unavailable, and the processes are
+# A step of four streams takes 80 ms: streams run all the time that etcd is unavailable, and the processes are
 # idle in between.
-DECODE_PACE_S = 0.01
+DECODE_PACE_S = 0.02
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def paced(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="module")
 def few() -> list[FaultRequest]:
-    return mixed_requests(8, tokens=64)
+    return mixed_requests(8, tokens=32)
 
 
 @pytest.fixture(scope="module")
