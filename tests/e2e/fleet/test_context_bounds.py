@@ -16,7 +16,7 @@ from tests.support.clusters.local_cluster import REQUEST_S, LocalCluster
 from tests.support.fixture_dirs import lasting_dir
 
 # Answers at a time. One step makes a token of each, at hardly more than the cost of one.
-AT_ONCE = 6
+AT_ONCE = 3
 # Both leave room for a short prompt and OPEN_OUTPUT_TOKENS.
 SMALL, LARGE = 1_150, 1_250
 
@@ -31,7 +31,7 @@ def site(request: pytest.FixtureRequest) -> Iterator[tuple[LocalCluster, int]]:
         }
         (run_dir / "altered.json").write_text(json.dumps(changes))
         modules = dict.fromkeys(Role, "tests.support.clusters.altered_service")
-        config = fake_engine_config(run_dir, pace_s=0.0, drafters=0, kvstores=0, modules=modules)
+        config = fake_engine_config(run_dir, pace_s=0.0, prefill=1, drafters=0, kvstores=0, modules=modules)
         with LocalCluster(config) as cluster:
             yield cluster, request.param
 
