@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.clusters.local_cluster import LocalCluster
+from tests.support.processes.command_forks import CommandForks
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "python"
@@ -30,6 +33,14 @@ PRINTED = {
     "tool_loop": r".*2026-12-04.*\n5 messages\n",
     "typed_answer": r"(order|refund|warranty), (not )?urgent\n",
 }
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[CommandForks]:
+    """Processes that have imported the SDK. The snippets of the pages run in new interpreters."""
+    forks = CommandForks()
+    yield forks
+    forks.close()
 
 
 def output_of_snippet(page: Path, cluster: LocalCluster) -> str:
@@ -82,12 +93,9 @@ def test_every_example_of_the_sdk_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_an_example_of_the_sdk_prints_what_it_promises(cluster: LocalCluster, name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{name}.py"), cluster.grpc],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(PRINTED[name], done.stdout), done.stdout
+def test_an_example_of_the_sdk_prints_what_it_promises(
+    cluster: LocalCluster, forks: CommandForks, name: str
+) -> None:
+    done = asyncio.run(forks.run_file(EXAMPLES / f"{name}.py", cluster.grpc))
+    assert done.exit_code == 0, done.errors
+    assert re.fullmatch(PRINTED[name], done.output), done.output

@@ -1,4 +1,4 @@
-"""Runs `slipstream` commands in forks of one process that has imported them already.
+"""Runs `slipstream` commands, and files that import it, in forks of one process that has imported it already.
 
 A fresh Python takes most of a second of processor time before its command begins. Each command has its own
 process all the same: with its own arguments, environment, standard streams and exit code.
@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,10 +41,20 @@ class CommandForks:
         self, *arguments: str, environment: Mapping[str, str] | None = None, typed: str = ""
     ) -> Finished:
         """Run one command to its end; `environment` is added to that of the tests."""
+        return await self._run("", arguments, environment, typed)
+
+    async def run_file(self, file: Path, *arguments: str) -> Finished:
+        """Run `python FILE ARGUMENT...` to its end."""
+        return await self._run(str(file), arguments, None, "")
+
+    async def _run(
+        self, file: str, arguments: Sequence[str], environment: Mapping[str, str] | None, typed: str
+    ) -> Finished:
         with tempfile.TemporaryDirectory() as folder:
             streams = [Path(folder, name) for name in ("in", "out", "err")]
             streams[0].write_text(typed)
             order = {
+                "file": file,
                 "arguments": arguments,
                 "environment": {**os.environ, **(environment or {})},
                 "streams": [str(path) for path in streams],
@@ -96,12 +107,18 @@ def _as_command(run: Any, order: dict[str, Any]) -> int:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  # the old one may hold lines of later orders
     os.environ.clear()
     os.environ.update(order["environment"])
-    sys.argv = ["slipstream", *order["arguments"]]
+    file = order["file"]
+    sys.argv = [file or "slipstream", *order["arguments"]]
     exit_code: object = 0
     try:
-        run()
+        if file:
+            runpy.run_path(file, run_name="__main__")
+        else:
+            run()
     except SystemExit as ended:
         exit_code = ended.code
+        if isinstance(exit_code, str):
+            print(exit_code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         exit_code = 1
