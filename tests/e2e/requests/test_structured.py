@@ -38,10 +38,10 @@ FINAL = {"type": "function", "function": {"name": "final_result", "parameters": 
 LONG: dict[str, Any] = {
     "type": "array",
     "items": {"type": "string", "pattern": "^[a-z]{3}$"},
-    "minItems": 20,
-    "maxItems": 20,
+    "minItems": 10,
+    "maxItems": 10,
 }
-HELD_FROM = 40
+HELD_FROM = 20
 
 
 def post(cluster: LocalCluster, **body: Any) -> tuple[int, dict[str, Any]]:
@@ -88,7 +88,7 @@ def check(text: str) -> None:
 
 
 def test_answers_are_valid_under_their_schema(cluster: LocalCluster) -> None:
-    for seed in range(3):
+    for seed in range(2):
         check(said(cluster, response_format=OPENAI_FORM, seed=seed)["content"])
     check(said(cluster, response_format=WORKERS_AI_FORM)["content"])
     thinking = said(
@@ -167,8 +167,8 @@ def test_drafts_are_verified_under_a_grammar(cluster: LocalCluster) -> None:
         proposed, until_s = 0, time.monotonic() + 60
         while not proposed:  # no step waits for drafts of a drafter that is late
             assert time.monotonic() < until_s, "the drafter is late for 60 s"
-            reply = cluster.client.chat(MESSAGES, output={"regex": "[a-zA-Z ,.]{100}"}, **arguments)
-            assert re.fullmatch("[a-zA-Z ,.]{100}", reply.text)
+            reply = cluster.client.chat(MESSAGES, output={"regex": "[a-zA-Z ,.]{50}"}, **arguments)
+            assert re.fullmatch("[a-zA-Z ,.]{50}", reply.text)
             assert reply.stats is not None
             proposed = reply.stats.proposed_drafts
 
@@ -181,7 +181,7 @@ def test_calls_name_declared_tools_and_hold_their_arguments(cluster: LocalCluste
         for call in said(cluster, tools=tools, tool_choice=choice)["tool_calls"]:
             assert call["function"]["name"] == "final_result"
             check(call["function"]["arguments"])
-    for seed in range(4):
+    for seed in range(2):
         message = said(cluster, tools=[FINAL], seed=seed, max_tokens=400)
         for call in message.get("tool_calls") or ():
             assert call["function"]["name"] == "final_result"
@@ -207,7 +207,7 @@ def test_a_killed_decode_worker_changes_no_byte(cluster: LocalCluster) -> None:
     arguments: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 1000, "top_logprobs": 1}
     arguments["output"] = {"json_schema": LONG}
     undisturbed = cluster.client.chat(MESSAGES, **arguments)
-    assert len(json.loads(undisturbed.text)) == 20
+    assert len(json.loads(undisturbed.text)) == 10
     assert undisturbed.usage is not None and undisturbed.usage.completion_tokens > 2 * HELD_FROM
     with cluster.gate.held(*DECODERS, from_token=HELD_FROM) as gate:
         stream = cluster.client.stream_chat(MESSAGES, session="structured", **arguments)
