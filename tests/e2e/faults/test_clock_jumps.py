@@ -31,7 +31,7 @@ from tests.support.fixture_dirs import lasting_dir
 from tests.support.processes.launching import fork_launcher
 from tests.support.processes.wall_clock import WallClock
 
-LOAD = mixed_requests(16, tokens=64)
+LOAD = mixed_requests(14, tokens=32)
 JUMPS_H = (3.0, -3.0, 0.0, 24.0 * 365, -1.0)
 
 

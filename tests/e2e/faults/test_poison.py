@@ -24,7 +24,7 @@ from tests.support.clusters.fake_engines import fake_engine_config
 from tests.support.clusters.local_cluster import REQUEST_S, LocalCluster, until
 from tests.support.fixture_dirs import lasting_dir
 
-LOAD = mixed_requests(16, tokens=64)
+LOAD = mixed_requests(14, tokens=48)
 
 
 @pytest.fixture(scope="module")
