@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import time
 from dataclasses import replace
@@ -62,20 +63,20 @@ def matrix(rows: int, cols: int, storage: str, seed: int = 0) -> Matrix:
     return DenseMatrix(weight.to(getattr(torch, storage)))
 
 
-def close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=2e-5)
+def close(actual: torch.Tensor, wanted: torch.Tensor, case: object = "") -> None:
+    torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=2e-5, msg=lambda text: f"{text}\n{case}")
 
 
 @pytest.mark.parametrize("storage", FORMATS)
-@pytest.mark.parametrize("rows", [1, 16, 37, 96])
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 7, 8, 13, 25, 130])
-def test_linear(kernels: NativeKernels, storage: str, rows: int, n: int) -> None:
-    weight, x = matrix(rows, 544, storage), normal(n, 544, seed=1)
-    residual = normal(n, rows, seed=2)
-    wanted = x @ weight.dequantised().T
-    packed = kernels.pack(weight)
-    close(kernels.linear(x, packed), wanted)
-    close(kernels.linear(x, packed, residual=residual.clone()), residual + wanted)
+def test_linear(kernels: NativeKernels, storage: str) -> None:
+    for rows in (1, 16, 37, 96):
+        weight = matrix(rows, 544, storage)
+        packed, plain = kernels.pack(weight), weight.dequantised().T
+        for n in (1, 2, 3, 5, 6, 7, 8, 13, 25, 130):
+            x, residual = normal(n, 544, seed=1), normal(n, rows, seed=2)
+            wanted = x @ plain
+            close(kernels.linear(x, packed), wanted, (rows, n))
+            close(kernels.linear(x, packed, residual=residual.clone()), residual + wanted, (rows, n))
 
 
 @settings(max_examples=40, deadline=None)
@@ -95,10 +96,12 @@ def test_a_group_that_is_no_multiple_of_eight_is_widened(kernels: NativeKernels)
     close(kernels.linear(normal(3, 36), kernels.pack(weight)), normal(3, 36) @ weight.dequantised().T)
 
 
+GROUPED = replace(CONFIG, n_group=4, topk_group=2, norm_topk_prob=False)
+
+
 @pytest.mark.parametrize("storage", FORMATS)
-@pytest.mark.parametrize("n", [1, 4, 40])
-@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, n_group=4, topk_group=2, norm_topk_prob=False)])
-def test_moe(kernels: NativeKernels, storage: str, n: int, config: ModelConfig) -> None:
+@pytest.mark.parametrize("config", [CONFIG, GROUPED], ids=["one_group", "four_groups"])
+def test_moe(kernels: NativeKernels, storage: str, config: ModelConfig) -> None:
     def experts(width: int, seed: int) -> tuple[Matrix, Matrix, Matrix]:
         hidden = config.hidden_size
         shapes = ((width, hidden), (width, hidden), (hidden, width))
@@ -108,13 +111,12 @@ def test_moe(kernels: NativeKernels, storage: str, n: int, config: ModelConfig) 
     router = matrix(config.n_routed_experts, config.hidden_size, "float32", seed=5)
     bias = 0.3 * normal(config.n_routed_experts, seed=6)
     routed = [experts(config.moe_intermediate_size, 10 * e) for e in range(config.n_routed_experts)]
-    x, residual = normal(n, config.hidden_size, seed=7), normal(n, config.hidden_size, seed=8)
     for shared in (None, experts(2 * config.moe_intermediate_size, 1000)):
-        answers = [
-            k.moe(x, k.pack_moe(router, bias, routed, shared, config), residual.clone())
-            for k in (kernels, TorchKernels())
-        ]
-        close(*answers)
+        both = [(k, k.pack_moe(router, bias, routed, shared, config)) for k in (kernels, TorchKernels())]
+        for n in (1, 4, 40):
+            x, residual = normal(n, config.hidden_size, seed=7), normal(n, config.hidden_size, seed=8)
+            actual, wanted = (k.moe(x, packed, residual.clone()) for k, packed in both)
+            close(actual, wanted, (n, shared is not None))
 
 
 def test_moe_keeps_nan_inside_its_row(kernels: NativeKernels) -> None:
@@ -177,41 +179,31 @@ SHAPES = {"even": CONFIG, "odd": ODD, "many_heads": WIDE}
 
 
 @functools.cache
-def attention_of_torch(
-    shape: str, kv_dtype: str, form: str, batch: tuple[tuple[int, int], ...]
-) -> torch.Tensor:
-    """What every variant of the kernels computes, too."""
-    plan, q = attention_case(shape, kv_dtype, form, batch)
-    return attend(TorchKernels(), plan, SHAPES[shape], q)
-
-
 def attention_case(
     shape: str, kv_dtype: str, form: str, batch: tuple[tuple[int, int], ...]
-) -> tuple[BatchPlan, torch.Tensor]:
+) -> tuple[BatchPlan, torch.Tensor, torch.Tensor]:
+    """A plan, queries, and what torch's kernels and every variant of the compiled ones compute."""
     rows, contexts = (list(each) for each in zip(*batch, strict=True))
     config = SHAPES[shape]
     plan = plan_of(config, rows, contexts, kv_dtype)
     everything, nothing = np.arange(len(rows), dtype=np.int32), np.zeros(0, np.int32)
     absorbed, expanded = (everything, nothing) if form == "absorbed" else (nothing, everything)
     plan = replace(plan, absorbed=absorbed, expanded=expanded)
-    return plan, normal(plan.n_rows, config.n_heads, config.qk_head_dim, seed=9)
+    q = normal(plan.n_rows, config.n_heads, config.qk_head_dim, seed=9)
+    return plan, q, attend(TorchKernels(), plan, config, q)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
 @pytest.mark.parametrize(
     "batch",
     [((1, 1),), ((1, 700), (1, 33), (4, 1100)), ((5, 5), (130, 2200), (1, 64)), ((97, 4200),)],
     ids=["one", "decode", "mixed", "long"],
 )
-def test_attention(
-    kernels: NativeKernels, shape: str, kv_dtype: str, form: str, batch: tuple[tuple[int, int], ...]
-) -> None:
+def test_attention(kernels: NativeKernels, form: str, batch: tuple[tuple[int, int], ...]) -> None:
     """Rows and contexts within a split, over several, and over several chunks; both forms for every batch."""
-    plan, q = attention_case(shape, kv_dtype, form, batch)
-    wanted = attention_of_torch(shape, kv_dtype, form, batch)
-    close(attend(kernels, plan, SHAPES[shape], q), wanted)
+    for shape, kv_dtype in itertools.product(SHAPES, ("float32", "bfloat16")):
+        plan, q, wanted = attention_case(shape, kv_dtype, form, batch)
+        close(attend(kernels, plan, SHAPES[shape], q), wanted, (shape, kv_dtype))
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
