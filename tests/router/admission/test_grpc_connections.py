@@ -270,8 +270,10 @@ async def test_calls_on_connections_beyond_the_share_are_refused_and_these_are_c
         refused = "RESOURCE_EXHAUSTED: this tenant has 2 connections, and may have no more"
         assert [await code(stub, "key-a") for stub in stubs[:4]] == ["OK", "OK", refused, refused]
         assert await code(stubs[4], "key-b") == "OK"
-        assert established(router.host.port) == 5
-        await eventually(lambda: not established(router.host.port))
+        assert established(router.host.port) >= 5  # another test's client may still look for an older server
+        async with asyncio.timeout(60):  # each reading costs as much as all connections of the machine
+            while established(router.host.port):
+                await asyncio.sleep(0.2)
         async with asyncio.timeout(60):  # the share comes back with the closed connections
             while await code(stubs[3], "key-a") == refused:
                 await asyncio.sleep(0.05)
