@@ -42,7 +42,7 @@ def test_drafts_equal_those_of_a_cpu(tmp_path: Path, target_dir: Path, kind: str
     assert on_device.propose_batch(names, 5) == wanted
     assert on_device.propose_batch(names, 5) == wanted  # drafts leave contexts as they were
     lengths = set()
-    for least in (0.001, 0.003, 0.01, 0.03):
+    for least in (0.001, 0.03):
         sure = on_cpu.propose_batch(names, 5, min_confidence=least)
         assert on_device.propose_batch(names, 5, min_confidence=least) == sure
         lengths |= {len(drafts) for drafts in sure.values()}

@@ -31,7 +31,10 @@ def target() -> ProgramTarget:
 
 
 class TestAttentionPrograms(AttentionTests):
-    pass
+    @pytest.mark.parametrize("rows", [1, 2, 8])
+    def test_decode_of_64_heads_and_512_wide_latents(self, target: ProgramTarget, rows: int) -> None:
+        """The tiles of fp32 are the same for each number of rows; a device runs all from 1 to 8."""
+        super().test_decode_of_64_heads_and_512_wide_latents(target, rows)
 
 
 class TestRowPrograms(RowTests):
