@@ -217,7 +217,12 @@ class AheadMachine(PinningMachine):
 
 
 TestAheadMachine = AheadMachine.TestCase
-TestAheadMachine.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestAheadMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.soak
+class TestAheadMachineForLong(AheadMachine.TestCase):  # type: ignore[valid-type, misc]
+    settings = settings(max_examples=3_000, stateful_step_count=50, deadline=None)
 
 
 def start_streams(engine: PagedEngine, params: list[SamplingParams]) -> dict[str, list[int]]:
