@@ -23,7 +23,7 @@ from models.networks.export import load_head, load_network
 from models.settings import BASE_DIR, EAGLE_DIR, TrainingSettings
 from models.turns import share
 
-_DIALOGUES = 20
+_DIALOGUES = 12
 _CALL_FLOOR = 0.9
 _ANSWER_FLOOR = 0.7
 _ACCEPTANCE_FLOOR = 2.7
@@ -79,7 +79,7 @@ def test_calls_and_answers_are_mostly_right(engine: PagedEngine, tokenizer: Toke
 
 
 def test_drafts_are_mostly_accepted_and_change_no_token(engine: PagedEngine, tokenizer: Tokenizer) -> None:
-    prompts = [turn.prompt_ids for turn in held_out_turns(tokenizer, 5)]
+    prompts = [turn.prompt_ids for turn in held_out_turns(tokenizer, 3)]
     stop = tokenizer.special_id(IM_END)
     plain = generate(engine, prompts, stop_token_id=stop)
     drafter = build_drafter(EAGLE_DIR, BASE_DIR)
