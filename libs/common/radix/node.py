@@ -35,7 +35,7 @@ class RadixNode(ABC):
         return key
 
     def link(self, child: Self) -> None:
-        """Add a child, which has at least one key. It replaces one with the same `child_key`."""
+        """Add a child, which has at least one key."""
         child.parent = self
         self.children[child.child_key] = child
 

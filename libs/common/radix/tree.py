@@ -113,6 +113,8 @@ class RadixTree(Generic[NodeT]):
         """Move the first `n_keys` keys to a new parent of the node; returns the parent."""
         self.version += 1
         above = node.parent
+        if above is not None:
+            above.unlink(node)
         head = self.add(node.tenant)
         node.move_head(head, n_keys)
         if above is not None:
