@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 import torch
 
@@ -39,6 +38,8 @@ def text_of(token: int) -> str:
 
 def client_of(cluster: LocalCluster) -> Any:
     """An openai.OpenAI; typed as Any, because its types want classes where these tests have JSON."""
+    import openai  # half a second of each process that collects the tests
+
     return openai.OpenAI(base_url=f"http://{cluster.http}/v1", api_key="none", max_retries=0)
 
 

@@ -25,7 +25,7 @@ from tests.engine.random_latent_head import RandomLatentHead, write_random_laten
 from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
 SHAPE = {"num_hidden_layers": 2, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 2, "topk_group": 1}
-N_STEPS = 6
+N_STEPS = 5
 
 
 class Unread(DeviceRows):

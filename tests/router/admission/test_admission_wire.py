@@ -11,7 +11,6 @@ from typing import Any
 
 import aiohttp
 import grpc
-import openai
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
@@ -89,6 +88,8 @@ def waits(router: RouterServer) -> float:
 async def test_a_request_that_rejects_waiting_gets_the_same_error_over_grpc_and_http(
     cluster: FakeCluster, card: ModelCard
 ) -> None:
+    import openai  # half a second of each process that collects the tests
+
     async with full_router(cluster, card) as (router, _), dial(router.host.endpoint) as channel:
         stub: Any = router_pb2_grpc.RouterServiceStub(channel)
         request = router_pb2.GenerateRequest(prompt="x", reject_if_busy=True)
