@@ -92,6 +92,22 @@ def test_simultaneous_expiries_are_checked_in_small_steps(monkeypatch: pytest.Mo
     assert checked == 0
 
 
+def test_branches_below_a_branch_leave_the_chain_whole() -> None:
+    def branch(number: int) -> list[bytes]:
+        return chain_hashes([number] * 640, root=b"r" * 16, salt=b"", block_tokens=16)
+
+    index, trunk = PrefixIndex(), branch(0)
+    index.predict("a", trunk, tenant="t", now_s=0.0, ttl_s=50.0)
+    for at in (10, 30, 20):
+        index.predict("b", trunk[:at] + branch(at)[:2], tenant="t", now_s=0.0, ttl_s=5.0)
+        index.check()
+    assert (index.nodes, index.blocks) == (7, 46)
+    while index.clean_up(6.0):
+        index.check()
+    index.check()
+    assert (index.nodes, index.blocks, index.prefix_blocks("a", trunk, now_s=6.0)) == (1, 40, 40)
+
+
 def test_remaining_blocks_of_detached_nodes_are_merged() -> None:
     """After unordered reports and many drops, memory is proportional to the remaining blocks."""
     index, random = PrefixIndex(), Random(7)
