@@ -14,7 +14,7 @@ exactly the same work, so the one that crashes workers does so again almost at o
     silence       of a worker is no strike: it may stand still. It becomes one when the process turns out to
                   have ended, for example after a long core dump, unless the request has proven itself since.
     no etcd       of a worker that ended while etcd could not be asked it is unknown who ended it. Its strike
-                  decides nothing before ALONE_STRIKES.
+                  decides nothing before ALONE_STRIKES. What a report said before counts on.
     other routers share the worker: what they report of a crash counts as run there too, up to the strike
                   before ALONE_STRIKES. From then on the request is judged by this router's requests alone, so
                   that poison at several routers does not hide behind itself.
@@ -30,6 +30,7 @@ often made more than REPEAT_TOKENS in between. The third strike is for one that 
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ STRIKES = 2
 # With so many strikes what other routers ran is no excuse any more. Without progress it is no chance.
 ALONE_STRIKES = 5
 _CRASHED = "this request crashed {} workers: it is not run again"
+_REPORTED = (WorkerExit.CRASHED, WorkerExit.KILLED)
 
 
 @dataclass(slots=True, eq=False)
@@ -97,8 +99,7 @@ class Quarantine:
         self._refused_until_s: OrderedDict[bytes, float] = OrderedDict()  # by content
         # By content: the workers of strikes that no attempt has cleared, and until when they count.
         self._struck: OrderedDict[bytes, tuple[tuple[str, ...], float]] = OrderedDict()
-        self._killed: OrderedDict[str, None] = OrderedDict()  # workers that were killed from outside
-        self._unknown: OrderedDict[str, None] = OrderedDict()  # workers of which no report could be read
+        self._exits: OrderedDict[str, WorkerExit] = OrderedDict()  # what is known of workers' ends
         self._silent: OrderedDict[str, _Silence] = OrderedDict()  # by worker
 
     @property
@@ -188,11 +189,12 @@ class Quarantine:
 
     def record_exit(self, worker: str, ended: WorkerExit) -> None:
         """Record what reports say of a worker's end. One that was killed from outside causes no strikes."""
-        self._unknown.pop(worker, None)
-        if ended is WorkerExit.KILLED:
-            _add(self._killed, worker)
-        elif ended is WorkerExit.UNKNOWN:
-            _add(self._unknown, worker)
+        known = self._exits.get(worker)
+        if known in _REPORTED or (known is not None and ended is WorkerExit.UNKNOWN):
+            return  # reports expire, and etcd may be unavailable by now
+        self._exits[worker] = ended
+        while len(self._exits) > MAX_QUARANTINED:
+            self._exits.popitem(last=False)
 
     # ---- workers that fall silent
 
@@ -237,7 +239,7 @@ class Quarantine:
         silence = self._silent.pop(worker, None)
         for suspect, tokens in silence.tokens.items() if silence is not None else ():
             suspect.silent_workers = tuple(name for name in suspect.silent_workers if name != worker)
-            if silence is None or not crashed or worker in suspect.struck_by or worker in self._killed:
+            if silence is None or not crashed or worker in suspect.struck_by or self._was_killed(worker):
                 continue
             self.restore_strikes(suspect)
             if worker in suspect.struck_by:  # by an equal request
@@ -256,8 +258,8 @@ class Quarantine:
     def end(self, suspect: Suspect, *, crashed: str | None = None) -> None:
         """Record the attempt's end. Raises Quarantined when a crash of the worker `crashed` decides it."""
         if suspect.struck_by:
-            suspect.strikes -= sum(worker in self._killed for worker in suspect.struck_by)
-            suspect.struck_by = tuple(worker for worker in suspect.struck_by if worker not in self._killed)
+            suspect.strikes -= sum(map(self._was_killed, suspect.struck_by))
+            suspect.struck_by = tuple(itertools.filterfalse(self._was_killed, suspect.struck_by))
         if crashed is None or not self._is_strike(suspect, crashed):
             if suspect.workers:
                 self._remove(suspect, suspect.workers)
@@ -278,11 +280,15 @@ class Quarantine:
 
     def _is_strike(self, suspect: Suspect, crashed: str) -> bool:
         """Whether the crash is a strike. An attempt and its hedge get one strike for one crash."""
-        return crashed in suspect.workers and crashed not in suspect.struck_by and crashed not in self._killed
+        is_new = crashed in suspect.workers and crashed not in suspect.struck_by
+        return is_new and not self._was_killed(crashed)
+
+    def _was_killed(self, worker: str) -> bool:
+        return self._exits.get(worker) is WorkerExit.KILLED
 
     def _has_strikes(self, suspect: Suspect, needed: int) -> bool:
         """Whether so many strikes are by workers whose ends are known, or ALONE_STRIKES by any."""
-        n_unknown = sum(worker in self._unknown for worker in suspect.struck_by)
+        n_unknown = sum(self._exits.get(worker) is WorkerExit.UNKNOWN for worker in suspect.struck_by)
         return suspect.strikes - n_unknown >= needed or suspect.strikes >= ALONE_STRIKES
 
     def _remove(self, suspect: Suspect, workers: Collection[str]) -> None:
@@ -309,7 +315,7 @@ class Quarantine:
             self._struck.pop(suspect.content, None)
             return
         known = dict.fromkeys((*workers, *suspect.struck_by))
-        suspect.struck_by = tuple(worker for worker in known if worker not in self._killed)
+        suspect.struck_by = tuple(itertools.filterfalse(self._was_killed, known))
         suspect.strikes = len(suspect.struck_by)
 
     def _refuse(self, content: bytes) -> None:
@@ -318,13 +324,6 @@ class Quarantine:
         self._refused_until_s.move_to_end(content)
         while len(self._refused_until_s) > MAX_QUARANTINED:
             self._refused_until_s.popitem(last=False)
-
-
-def _add(workers: OrderedDict[str, None], worker: str) -> None:
-    """Add a worker; the oldest goes where there are too many."""
-    workers[worker] = None
-    while len(workers) > MAX_QUARANTINED:
-        workers.popitem(last=False)
 
 
 def _needed(ran: CrashedAttempts, tokens: int) -> int:

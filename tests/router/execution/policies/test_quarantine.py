@@ -211,37 +211,6 @@ def test_a_worker_killed_from_outside_is_no_strike(ends: list[tuple[bool, int, b
     assert quarantine.unproven == 0
 
 
-@given(st.lists(st.sampled_from(WorkerExit), min_size=1, max_size=2 * ALONE_STRIKES))
-def test_an_end_that_etcd_cannot_explain_decides_nothing_by_itself(ends: list[WorkerExit]) -> None:
-    """A request alone, without tokens: two known crashes decide, or ALONE_STRIKES of both kinds."""
-    quarantine, request, known, unknown = Quarantine(Clock()), Suspect(b"request"), 0, 0
-    for number, ended in enumerate(ends):
-        worker = f"w{number}"
-        quarantine.begin(request, [worker])
-        quarantine.record_exit(worker, ended)
-        known += ended in (WorkerExit.CRASHED, WorkerExit.UNREPORTED)
-        unknown += ended is WorkerExit.UNKNOWN
-        is_due = ended is not WorkerExit.KILLED and (known == STRIKES or known + unknown == ALONE_STRIKES)
-        with pytest.raises(Quarantined) if is_due else contextlib.nullcontext():
-            quarantine.end(request, crashed=worker)
-        if is_due:
-            return
-
-
-@pytest.mark.parametrize("later", [WorkerExit.CRASHED, WorkerExit.KILLED])
-def test_a_late_report_replaces_what_was_unknown(later: WorkerExit) -> None:
-    quarantine, request = Quarantine(Clock()), Suspect(b"request")
-    for worker in "ab":
-        quarantine.begin(request, [worker])
-        quarantine.record_exit(worker, WorkerExit.UNKNOWN)
-        quarantine.end(request, crashed=worker)
-    quarantine.begin(request, ["c"])
-    for worker in "ab":
-        quarantine.record_exit(worker, later)
-    with pytest.raises(Quarantined) if later is WorkerExit.CRASHED else contextlib.nullcontext():
-        quarantine.end(request, crashed="c")
-
-
 def test_a_crash_under_a_hedge_is_a_strike() -> None:
     """The hedge's worker crashes and the first attempt continues; the next crash is the second strike."""
     quarantine, poison = Quarantine(Clock()), Suspect(b"poison")
