@@ -33,6 +33,8 @@ REPORT_TTL_S = 60
 _POLL_S = 0.05
 # After an outage of etcd a report may come so late: the supervisor reconnects, and writes it then.
 _LATE_S = 10.0
+# An etcd that is well answers in less.
+_ANSWER_S = 0.5
 
 
 class WorkerExit(Enum):
@@ -96,19 +98,18 @@ class EtcdExitReports:
         self._own = uuid4().hex
 
     async def exit_of(self, worker_key: str) -> WorkerExit:
-        is_answered = False
+        clock, answered_s = asyncio.get_running_loop().time, float("-inf")
         try:
             async with asyncio.timeout(self._wait_s):
                 while (found := await self._client.get(EXITS_PREFIX + worker_key)) is None:
-                    is_answered = True
+                    answered_s = clock()
                     await asyncio.sleep(_POLL_S)
             return WorkerExit.CRASHED if json.loads(found.value)["crashed"] else WorkerExit.KILLED
         except (ValueError, KeyError, TypeError):
             return WorkerExit.UNREPORTED
         except (TimeoutError, SlipstreamError):
-            failed_ago_s = asyncio.get_running_loop().time() - self._client.failed_s
-            is_known = is_answered and failed_ago_s > _LATE_S
-            return WorkerExit.UNREPORTED if is_known else WorkerExit.UNKNOWN
+            is_answering = clock() - answered_s < _ANSWER_S and clock() - self._client.failed_s > _LATE_S
+            return WorkerExit.UNREPORTED if is_answering else WorkerExit.UNKNOWN
 
     async def report_attempts(self, worker_key: str, ran: CrashedAttempts) -> None:
         key = f"{ATTEMPTS_PREFIX}{worker_key}/{self._own}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -97,6 +98,25 @@ async def test_an_end_during_an_outage_of_etcd_is_unknown_until_its_report_is_wr
     finally:
         await of_supervisor.close()
         await of_router.close()
+
+
+@pytest.mark.parametrize("n_answers", [0, 1, 10**9])
+async def test_an_end_is_unknown_where_etcd_falls_silent_after_an_answer(n_answers: int) -> None:
+    """As where the host of etcd, of the supervisor and of the worker loses its power."""
+    left = n_answers
+
+    class Silenced:
+        failed_s = float("-inf")  # no call has timed out yet
+
+        async def get(self, key: str) -> None:
+            nonlocal left
+            if not left:
+                await asyncio.Event().wait()
+            left -= 1
+
+    reports = EtcdExitReports(cast(EtcdClient, Silenced()), wait_s=0.8)
+    expected = WorkerExit.UNREPORTED if n_answers > 1 else WorkerExit.UNKNOWN
+    assert await reports.exit_of("decode/decode-0/run-1") is expected
 
 
 async def test_routers_report_what_ran_on_a_crashed_worker_to_each_other(
