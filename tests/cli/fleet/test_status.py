@@ -10,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli.app import app
+from slipstream.cli.status import status_dict
 from slipstream.errors import InvalidArgument, NotFound, SlipstreamError, Unavailable
-from slipstream.v1 import fleet_pb2, worker_pb2
+from slipstream.v1 import common_pb2, fleet_pb2, worker_pb2
 from tests.cli.fleet.fleet_port import DRAINING, SILENT, FleetPort, process
 
 
@@ -41,6 +42,29 @@ def test_json_has_the_shape_of_endpoints_with_ledger_and_counters(port: FleetPor
     assert (row["endpoint"], row["error"]) == ("10.0.0.0:7000", None)
     assert row["status"]["ledger"]["transfers"] == "1"
     assert row["status"]["counters"] == {"slipstream_kv_blocks_leaked": 3.0}
+
+
+def test_json_has_enums_by_the_names_that_people_read() -> None:
+    said = worker_pb2.GetStatusResponse(
+        role=common_pb2.WORKER_ROLE_KVSTORE,
+        fingerprint=common_pb2.Fingerprint(kv_dtype=common_pb2.KV_DTYPE_BFLOAT16),
+        evictions=[
+            worker_pb2.TierEviction(
+                tier=common_pb2.CACHE_TIER_DRAM, policies=[worker_pb2.EVICTION_POLICY_LRU]
+            ),
+            worker_pb2.TierEviction(tier=common_pb2.CACHE_TIER_NVME),
+        ],
+    )
+    status = status_dict(said)
+    assert (status["role"], status["transport"]) == ("kvstore", "none")
+    assert status["fingerprint"]["kv_dtype"] == "bfloat16"
+    assert status["evictions"] == [
+        {"tier": "dram", "policies": ["LRU"]},
+        {"tier": "nvme", "policies": []},
+    ]
+    eviction = worker_pb2.TierEviction(policies=[99])  # type: ignore[list-item]
+    later = status_dict(worker_pb2.GetStatusResponse(evictions=[eviction]))
+    assert later["evictions"][0]["policies"] == ["unknown"] and "fingerprint" not in later
 
 
 def test_an_idle_process_holds_nothing(port: FleetPort) -> None:
