@@ -196,7 +196,7 @@ async def test_a_tenant_that_saves_thousands_delays_another_one_by_a_few(databas
         before = len(saved)
         await store.save("bob", response(f"b{index}"))
         await store.find_body("bob", f"resp_b{index}")
-        assert len(saved) - before <= 4 * most
+        assert len(saved) - before <= 8 * most  # each wait of the two calls lets a turn of theirs pass
     assert len(saved) < 200
     assert database.waiting <= most
     await asyncio.gather(*many)
