@@ -252,6 +252,11 @@ async def test_killing_a_prefill_process_fails_only_its_sequence(tmp_path: Path)
         stream.cancel()
 
 
+async def has_drafts(decode: Process) -> bool:
+    counters = (await decode.status()).counters
+    return counters.get("slipstream_draft_tokens_proposed_total", 0) > 0
+
+
 async def test_killing_a_drafter_changes_no_token(tmp_path: Path) -> None:
     tokens = prompt_tokens(40)
     async with processes(tmp_path) as start:
@@ -269,7 +274,7 @@ async def test_killing_a_drafter_changes_no_token(tmp_path: Path) -> None:
             await stream.write(decode_pb2.DecodeRequest(starts=[start_sequence]))
             reading = asyncio.create_task(read_sequence(stream))
             async with asyncio.timeout(WAIT_S):
-                while not (await decode.status()).counters.get("slipstream_draft_tokens_proposed_total"):
+                while not reading.done() and not await has_drafts(decode):
                     await asyncio.sleep(0.01)
             if not reading.done():
                 break
