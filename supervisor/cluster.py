@@ -224,7 +224,8 @@ class ClusterSupervisor:
         self._etcd = EtcdAccess(f"127.0.0.1:{ports[0]}")
         data_dir = self._config.run_dir / "etcd"
         # It has processes and hints of the run before, of no use now; blocks on disk are elsewhere.
-        await asyncio.to_thread(shutil.rmtree, data_dir, ignore_errors=True)
+        # Other files in a folder of this name are not etcd's.
+        await asyncio.to_thread(shutil.rmtree, data_dir / "member", ignore_errors=True)
         command = etcd_command(etcd_binary(), data_dir=data_dir, client_port=ports[0], peer_port=ports[1])
         return [ProcessPlan(ETCD, ETCD, _ETCD_WAVE, tuple(command), self._etcd.endpoints)]
 

@@ -102,6 +102,18 @@ async def test_a_killed_etcd_comes_back_with_its_data(fake: FakeCluster) -> None
         await client.close()
 
 
+async def test_a_start_drops_the_data_of_an_earlier_etcd_and_no_other_file(fake: FakeCluster) -> None:
+    """A run directory may be a project's folder, which has files in a folder of that name."""
+    folder = fake.config.run_dir / "etcd"
+    other, earlier = folder / "mine.txt", folder / "member" / "old"
+    for file in (other, earlier):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("x")
+    async with supervised(fake.but(prefill=0, decode=0)) as cluster:
+        assert cluster.record().find("etcd").state == "ready"
+    assert other.read_text() == "x" and not earlier.exists()
+
+
 async def test_a_service_that_cannot_start_ends_it_all_and_says_why(fake: FakeCluster) -> None:
     fake.behave(decode_0="exit")
     said: list[str] = []
