@@ -237,6 +237,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
         self.fail_after_tokens: int | None = None  # tokens of a sequence before it fails
         self.reads_no_kv = False  # no KV of any prefill worker
         self.break_after_tokens: int | None = None  # tokens of a sequence before the stream breaks
+        self.ends_aborted = True  # whether an aborted sequence sends its last delta
         self.gate = asyncio.Event()  # while cleared, only the first frame is sent
         self.gate.set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -287,7 +288,18 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
             return
         self.held.add(name)
         task = self._tasks[name] = asyncio.create_task(self._run(start, prompt, name, out))
-        task.add_done_callback(lambda _: self.held.discard(name))  # also if cancelled before its first step
+
+        def end(task: asyncio.Task[None]) -> None:
+            self.held.discard(name)
+            self._tasks.pop(name, None)
+            if task.cancelled():  # before its first step
+                self._end_aborted(start, decode_pb2.SequenceStats(), out)
+
+        task.add_done_callback(end)
+
+    def _end_aborted(self, start: decode_pb2.StartSequence, stats: Any, out: Any) -> None:
+        if self.ends_aborted:
+            out.put_nowait([_ended(start, finish=common_pb2.FINISH_REASON_ABORTED, stats=stats)])
 
     async def _run(self, start: decode_pb2.StartSequence, prompt: list[int], name: str, out: Any) -> None:
         stats = decode_pb2.SequenceStats(kv_bytes_pulled=1000)
@@ -312,13 +324,10 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServiceServicer):
                 out.put_nowait([_delta(start, prompt_logprobs=[piece])])
             await self._generate(start, prompt, n, stats, out)
         except asyncio.CancelledError:
-            out.put_nowait([_ended(start, finish=common_pb2.FINISH_REASON_ABORTED, stats=stats)])
+            self._end_aborted(start, stats, out)
         except AssertionError as error:
             failure = to_failure(errors.InvalidArgument("start", f"fake worker: {error!r}"))
             out.put_nowait([_ended(start, failure=failure)])
-        finally:
-            self.held.discard(name)
-            self._tasks.pop(name, None)
 
     async def _generate(
         self, start: decode_pb2.StartSequence, prompt: list[int], n: int, stats: Any, out: Any

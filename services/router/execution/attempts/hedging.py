@@ -71,8 +71,9 @@ class HedgedAttempt:
             outcome = await self._outcome
             if isinstance(outcome, WorkerFailed):
                 self._fail_spans(outcome.error)
-            elif isinstance(outcome, AttemptSuspended) and not state.is_held:
-                state.context.counters.add("slipstream_requests_suspended_total")
+            elif isinstance(outcome, AttemptSuspended):
+                if not state.is_held:
+                    state.context.counters.add("slipstream_requests_suspended_total")
             elif self._winner is not None and not self._winner.is_over:  # a stop string ended the answer
                 state.stats.add_stats(await self._winner.stop())
             return outcome

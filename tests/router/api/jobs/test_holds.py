@@ -66,6 +66,21 @@ async def test_a_held_job_leaves_its_workers_and_gives_the_same_text(
     assert router.manager.jobs.held == 0 and not cluster.held
 
 
+async def test_a_held_job_waits_for_no_statistics_of_its_decode_worker(
+    router: RouterServer, cluster: FakeCluster
+) -> None:
+    """Else prefill would hold the handoff for a second more while live requests wait for its pages."""
+    for decode in cluster.decodes:
+        decode.gate.clear()
+        decode.ends_aborted = False
+    task = _run_job(router, 1)
+    await eventually(lambda: any(run.sink.completion_tokens for run in router.manager.running))
+    router.manager.jobs.set_limit(0)
+    await eventually(lambda: not cluster.held, timeout_s=WAIT_S / 2)
+    assert router.manager.gate.controller.running == 0
+    task.cancel()
+
+
 async def test_a_live_request_holds_jobs_when_it_comes(router: RouterServer, cluster: FakeCluster) -> None:
     jobs, samples = router.manager.jobs, list[LiveSample]()
 
