@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -15,7 +14,12 @@ from slipstream.cli.access import OperatorAccess, takes_access
 from slipstream.cli.autoscale import autoscale
 from slipstream.cli.chat.harmless_text import harmless
 from slipstream.cli.client_access import ClientAccess, takes_client
-from slipstream.cli.installed_commands import ANY_ARGUMENTS, BrokenCommand, load_command
+from slipstream.cli.installed_commands import (
+    ANY_ARGUMENTS,
+    InstalledCommand,
+    add_command,
+    find_commands,
+)
 from slipstream.cli.jobs.app import jobs_app
 from slipstream.cli.keys import keys_app
 from slipstream.cli.kv.app import kv_app
@@ -41,8 +45,6 @@ from slipstream.errors import FailedPrecondition, InvalidArgument, SlipstreamErr
 if TYPE_CHECKING:
     from slipstream.cli.fleet.fleet_client import FleetClient
 
-# Packages that are installed beside the SDK add commands by entry points of this group, or replace them.
-COMMAND_GROUP = "slipstream.commands"
 # Typer does not export the class of all refused arguments.
 _USAGE_ERROR = cast("type[Exception]", typer.BadParameter.__mro__[1])
 # What slipstream-server adds.
@@ -199,7 +201,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     built.callback()(_root)
-    own: dict[str, Callable[..., Any]] = {
+    own: dict[str, InstalledCommand] = {
         "autoscale": autoscale,
         "chat": chat,
         "drain": drain,
@@ -209,20 +211,13 @@ def build_app() -> typer.Typer:
         "undrain": undrain,
         "usage": usage,
     }
-    installed = {point.name: load_command(point) for point in entry_points(group=COMMAND_GROUP)}
-    for name, command in {**own, **installed}.items():
-        if isinstance(command, typer.Typer):
-            built.add_typer(command, name=name)
-        elif isinstance(command, BrokenCommand):
-            built.command(name, context_settings=ANY_ARGUMENTS)(command.explain)
-        else:
-            built.command(name)(command)
+    groups = {"kv": kv_app, "keys": keys_app, "jobs": jobs_app}
+    installed = find_commands(groups)
+    for name, command in {**own, **installed, **groups}.items():
+        add_command(built, name, command)
     for name in _SERVER_COMMANDS:
         if name not in installed:
             built.command(name, hidden=True, context_settings=ANY_ARGUMENTS)(_needs_server(name))
-    built.add_typer(kv_app, name="kv")
-    built.add_typer(keys_app, name="keys")
-    built.add_typer(jobs_app, name="jobs")
     name_sources(built)
     return built
 

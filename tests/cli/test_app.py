@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from slipstream import __version__
 from slipstream.cli import app as app_module
+from slipstream.cli import installed_commands
 from slipstream.cli.app import app, build_app
 from slipstream.cli.port_error import port_error
 from slipstream.cli.status import show_endpoints
@@ -38,7 +39,7 @@ class Process(worker_pb2_grpc.WorkerServiceServicer):
 @pytest.fixture
 def sdk_only(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The command line without commands of other packages."""
-    monkeypatch.setattr(app_module, "entry_points", lambda group: ())
+    monkeypatch.setattr(installed_commands, "entry_points", lambda group: ())
     return build_app()
 
 
@@ -74,21 +75,31 @@ PLUGIN = {
     "misspelt": "def other(): ...",
     "no_command": "command = 7",
     "no_code": "def (",
+    "a_class": "command = int",
+    "clicks": "import click\n@click.command()\ndef command(): ...",
+    "unresolved": "def command(x: 'Missing'): ...",
+    "a_group": "import typer\ncommand = typer.Typer()\n@command.command()\ndef part(x: 'Missing'): ...",
+    "mute": "class Mute(BaseException):\n    def __str__(self): raise self\nraise Mute",
 }
+WORKS = "def command():\n    'Works.'\n    print('it works')"
+
+
+def install(folder: Path, commands: dict[str, str], *, name: str = "acme-plug") -> None:
+    """Write a package with these commands for a directory of PYTHONPATH. Without a name: without metadata."""
+    for command, text in commands.items():
+        (folder / f"plug_{command}.py").write_text(text)
+    info = folder / f"{name or 'nameless'}-1.5.dist-info"
+    info.mkdir()
+    if name:
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
+    points = "\n".join(f"{command} = plug_{command}:command" for command in commands)
+    (info / "entry_points.txt").write_text(f"[slipstream.commands]\n{points}\n")
 
 
 @pytest.fixture
 def plugins(tmp_path: Path) -> str:
     """A directory for PYTHONPATH with a package whose commands do not load, and one that works."""
-    works = "def command():\n    'Works.'\n    print('it works')"
-    commands = {**PLUGIN, "works": works, "chat": "import not_installed"}
-    for name, text in commands.items():
-        (tmp_path / f"plug_{name}.py").write_text(text)
-    info = tmp_path / "acme_plug-1.5.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-plug\nVersion: 1.5\n")
-    points = "\n".join(f"{name} = plug_{name}:command" for name in commands)
-    (info / "entry_points.txt").write_text(f"[slipstream.commands]\n{points}\n")
+    install(tmp_path, {**PLUGIN, "works": WORKS, "chat": "import not_installed"})
     return str(tmp_path)
 
 
@@ -106,7 +117,12 @@ def run_with(plugins: str, *arguments: str) -> tuple[int, str, str]:
         ("raises", "OSError: no licence found"),
         ("ends", "SystemExit: not here"),
         ("misspelt", "AttributeError: module 'plug_misspelt' has no attribute 'command'"),
-        ("no_command", "a int is no command"),
+        ("no_command", "a int is no function and no typer.Typer"),
+        ("a_class", "a type is no function and no typer.Typer"),
+        ("clicks", "a Command is no function and no typer.Typer"),
+        ("unresolved", "NameError: name 'Missing' is not defined"),
+        ("a_group", "NameError: name 'Missing' is not defined"),
+        ("mute", "Mute: (its text cannot be read)"),
         ("no_code", "SyntaxError: invalid syntax (plug_no_code.py, line 1)"),
         ("chat", "ModuleNotFoundError: No module named 'not_installed'"),
     ],
@@ -122,6 +138,31 @@ def test_a_command_that_does_not_load_leaves_the_others_alone(plugins: str) -> N
     code, output, said = run_with(plugins, "--help")
     assert (code, said) == (0, "")
     assert all(f"  {name} " in output for name in (*PLUGIN, "works", "status"))
+
+
+def test_a_broken_package_without_metadata_is_named_by_its_directory(tmp_path: Path) -> None:
+    install(tmp_path, {"misspelt": "def other(): ..."}, name="")
+    code, _, said = run_with(str(tmp_path), "misspelt")
+    assert code == 2
+    assert said.startswith(f"slipstream misspelt of a package without metadata in {tmp_path} does not load")
+
+
+def test_entry_points_that_cannot_be_read_are_said_and_leave_the_others_alone(tmp_path: Path) -> None:
+    install(tmp_path, {"works": WORKS})
+    install(tmp_path, {}, name="bad")
+    (tmp_path / "bad-1.5.dist-info" / "entry_points.txt").write_text(
+        "[slipstream.commands]\nno equals sign\n"
+    )
+    code, output, said = run_with(str(tmp_path), "works")
+    assert (code, output, said.count("\n")) == (0, "it works\n", 1)
+    assert said.startswith("slipstream: the entry points of bad 1.5 cannot be read: ")
+
+
+def test_a_command_that_replaces_none_is_said(tmp_path: Path) -> None:
+    install(tmp_path, {"keys": WORKS, "works": WORKS})
+    code, output, said = run_with(str(tmp_path), "keys", "list", "--help")
+    assert code == 0 and "List the keys" in output
+    assert said == "slipstream: the command keys of acme-plug 1.5 is left out: slipstream has one\n"
 
 
 def test_sdk_commands_exist_without_the_server_package(sdk_only: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.cli import app as app_module
+from slipstream.cli import installed_commands
 from slipstream.cli.app import app, build_app
 from slipstream.cluster_record import secret_file
 from slipstream.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, Unavailable
@@ -129,7 +129,7 @@ def test_a_key_file_without_one_key_is_refused(port: FleetPort, tmp_path: Path) 
 def test_without_the_server_package_the_commands_need_a_router(
     port: FleetPort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app_module, "entry_points", lambda group: ())
+    monkeypatch.setattr(installed_commands, "entry_points", lambda group: ())
     sdk = build_app()
     assert "takes work" in CliRunner().invoke(sdk, ["undrain", "decode-1", "--router", port.endpoint]).output
     for command in (["drain", "decode-1"], ["restart", "decode-1"], ["status"]):
