@@ -34,6 +34,8 @@ END_S = CLOSE_S + STOP_GRACE_S + THREADS_S
 # `slipstream up` kills a process that has not ended so long after its drain.
 KILL_MARGIN_S = 5.0
 KILL_AFTER_S = END_S + KILL_MARGIN_S
+# The most that a drain, the wait after it, and the start of `slipstream up` may be given.
+MAX_PROCESS_WAIT_S = 86_400.0
 
 ROWS = (
     ("`config.json` of a model or a draft head", f"{MAX_CONFIG_BYTES} bytes", "refused by name"),
@@ -76,4 +78,5 @@ ROWS = (
         f"{KILL_AFTER_S:g} s",
         "killed",
     ),
+    ("`--drain-s`, `--grace-s` and `--ready-timeout-s`", f"{MAX_PROCESS_WAIT_S:,.0f} s", "refused by name"),
 )

@@ -14,6 +14,7 @@ from libs.common.runtime.config_file import files_of
 from libs.common.runtime.process_settings import ServiceSettings
 from libs.common.runtime.settings import check_address, check_advertised, check_readable, setting
 from libs.common.service_bounds import MAX_RUNNING_JOBS, MAX_RUNNING_REQUESTS
+from libs.common.worker_bounds import MAX_PROCESS_WAIT_S
 from libs.database.database import check_database_url, has_password
 from services.router.autoscale.settings import parse_aims, parse_limits
 from services.router.jobs.types import LONGEST_WAIT_S
@@ -95,7 +96,9 @@ class RouterSettings(ServiceSettings):
         "ORIGIN[,ORIGIN..] of web pages that may call over HTTP; * = any", default="", check=parse_origins
     )
     access_log: str = setting("whether each call has a line in the log", default="on", choices=ACCESS_LOG)
-    drain_s: float = setting("seconds that SIGTERM waits for running requests", default=ROUTER_DRAIN_S)
+    drain_s: float = setting(
+        "seconds that SIGTERM waits for running requests", default=ROUTER_DRAIN_S, most=MAX_PROCESS_WAIT_S
+    )
     admin: str = setting(
         "address of the gRPC server of operators and peers; port 0 = any free one",
         default="127.0.0.1:0",

@@ -5,6 +5,7 @@ Errors name a value by where it comes from: its flag, or the variable of the env
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterable
@@ -53,17 +54,28 @@ StatusInstance = Annotated[
     str | None,
     typer.Argument(help="Name of one process, to show what it holds too: a router asks it."),
 ]
+# What a command may wait: long enough for a call, and no deadline beyond those that gRPC takes.
+_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.1, 86_400.0
+
+
+def seconds_option(
+    help: str, *names: str, least_s: float = _SHORTEST_WAIT_S, most_s: float = _LONGEST_WAIT_S
+) -> Any:
+    """A flag that takes a time of this range, and refuses others by its name: nan and inf, too."""
+
+    def check(value_s: float) -> float:
+        if not least_s <= value_s <= most_s:
+            raise typer.BadParameter(f"must be {least_s:g} to {most_s:,.0f} seconds, not {value_s:g}")
+        return value_s
+
+    return typer.Option(*names, callback=check, help=help)
+
+
 # Defaults of the two below.
 DRAIN_S, UNDRAIN_S = 150.0, 90.0
-DrainTimeoutS = Annotated[
-    float, typer.Option("--timeout-s", min=0, help="Give up when it has not ended by then.")
-]
-UndrainTimeoutS = Annotated[
-    float, typer.Option("--timeout-s", min=0, help="Give up when it is not back by then.")
-]
-RestartTimeoutS = Annotated[
-    float, typer.Option("--timeout-s", min=0, help="Give up when one is not back by then.")
-]
+DrainTimeoutS = Annotated[float, seconds_option("Give up when it has not ended by then.", "--timeout-s")]
+UndrainTimeoutS = Annotated[float, seconds_option("Give up when it is not back by then.", "--timeout-s")]
+RestartTimeoutS = Annotated[float, seconds_option("Give up when one is not back by then.", "--timeout-s")]
 Rolling = Annotated[
     bool,
     typer.Option(
@@ -153,10 +165,14 @@ _running: ContextVar[Any] = ContextVar("command", default=None)
 
 
 class SourceCommand(TyperCommand):
-    """A command whose errors name the variable, and not the flag, of a value that a variable gave."""
+    """A command whose numbers are finite.
+
+    Its errors name the variable, and not the flag, of a value that a variable gave.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Raises what it raises, with the fields of InvalidArgument by their sources."""
+        _check_finite(ctx)
         before = _running.set(ctx)
         try:
             return super().invoke(ctx)
@@ -167,6 +183,14 @@ class SourceCommand(TyperCommand):
             raise type(error)(field, error.reason) from None
         finally:
             _running.reset(before)
+
+
+def _check_finite(ctx: Any) -> None:
+    """Raises BadParameter for the first flag of a number that is nan, which no range excludes, or inf."""
+    for parameter in ctx.command.params:
+        value = ctx.params.get(parameter.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise typer.BadParameter(f"must be a finite number, not {value}", ctx=ctx, param=parameter)
 
 
 def is_flag(name: str) -> bool:

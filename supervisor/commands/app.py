@@ -64,7 +64,7 @@ def _is_flag(source: Any) -> bool:
 
 def down(
     run_dir: RunDir = Path(".run"),
-    timeout_s: Annotated[float, typer.Option(min=0, help="Give up when it has not ended by then.")] = 240.0,
+    timeout_s: DrainTimeoutS = 240.0,
 ) -> None:
     """Stop the cluster that runs in the run directory."""
     from supervisor.commands.down import stop_cluster

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import signal
 import sys
@@ -65,9 +64,6 @@ def _of_options(options: Mapping[str, Any]) -> ClusterConfig:
     values = {each.name: options[each.name] for each in fields(ClusterOptions) if each.name in options}
     for name in ("http", "grpc"):
         values[name] = None if values[name] == ANY_PORT else values[name]
-    for name, value in values.items():
-        if value == math.inf:  # as the same settings of a file
-            raise InvalidArgument(f"--{name.replace('_', '-')}", "must be a finite number, not inf")
     sizes = WorkerSizes.of(options)
     tls = tls_from(options["tls_ca"], options["tls_certificate"], options["tls_key"])
     return ClusterConfig(**values, sizes=sizes, tls=tls)

@@ -23,7 +23,7 @@ from libs.common.runtime.config_file import (
     read_sections,
 )
 from libs.common.runtime.settings import check_peers, rows, setting
-from libs.common.worker_bounds import KILL_AFTER_S
+from libs.common.worker_bounds import KILL_AFTER_S, MAX_PROCESS_WAIT_S
 from libs.worker.process.settings import EngineSettings, WorkerSettings
 from services.decode.settings import DecodeSettings
 from services.kvstore.settings import NodeSettings
@@ -73,8 +73,12 @@ class UpSettings:
     )
     drafts_from: str = setting("where the draft head runs", default="auto", choices=DRAFTERS)
     pool_masters: int = setting("masters of the pool; one leads, the others stand by", default=1, least=1)
-    ready_timeout_s: float = setting("seconds until the start fails", default=90.0)
-    grace_s: float = setting("seconds from the end of a process's drain to SIGKILL", default=KILL_AFTER_S)
+    ready_timeout_s: float = setting(
+        "seconds until the start fails", default=90.0, least=0.1, most=MAX_PROCESS_WAIT_S
+    )
+    grace_s: float = setting(
+        "seconds from the end of a process's drain to SIGKILL", default=KILL_AFTER_S, most=MAX_PROCESS_WAIT_S
+    )
     log_max_bytes: int = setting("size at which a log file is rotated", default=MAX_LOG_BYTES, least=4096)
     log_files: int = setting("files kept of each log, the current one included", default=LOG_FILES, least=1)
 

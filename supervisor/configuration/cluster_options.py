@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from libs.common.runtime.settings import checked_value, rows
-from libs.common.worker_bounds import KILL_AFTER_S
+from libs.common.worker_bounds import KILL_AFTER_S, MAX_PROCESS_WAIT_S
+from slipstream.cli.options import seconds_option
 from slipstream.errors import InvalidArgument
 from supervisor.forking.starts import FORK
 from supervisor.logs import LOG_FILES, MAX_LOG_BYTES
@@ -45,6 +46,12 @@ def option(
     """
     declared = typer.Option(*names, help=help, min=least, show_default=is_shown)
     return field(default=default, metadata={_FLAG: (declared, default if unstated is ... else unstated)})
+
+
+def _seconds(help: str, *, default_s: float, least_s: float = 0.0) -> Any:
+    """A field whose flag takes a time."""
+    declared = seconds_option(help, least_s=least_s, most_s=MAX_PROCESS_WAIT_S)
+    return field(default=default_s, metadata={_FLAG: (declared, default_s)})
 
 
 def _options(kind: type[Any], *, default_factory: Callable[[], Any]) -> Any:
@@ -210,12 +217,8 @@ class ClusterOptions:
     )
     log_level: str = option("debug, info, warning or error.", default="info")
     log_format: str = option("Form of log lines: text or json.", default="text")
-    ready_timeout_s: float = option("Seconds until the start fails.", default=90.0, least=0.1)
+    ready_timeout_s: float = _seconds("Seconds until the start fails.", default_s=90.0, least_s=0.1)
     log_max_bytes: int = option("Size at which a log file is rotated.", default=MAX_LOG_BYTES, least=4096)
     log_files: int = option("Files kept of each log, the current one included.", default=LOG_FILES, least=1)
-    drain_s: float = option(
-        "Seconds that a router which stops has for running requests.", default=120.0, least=0
-    )
-    grace_s: float = option(
-        "Seconds from the end of a process's drain to SIGKILL.", default=KILL_AFTER_S, least=0
-    )
+    drain_s: float = _seconds("Seconds that a router which stops has for running requests.", default_s=120.0)
+    grace_s: float = _seconds("Seconds from the end of a process's drain to SIGKILL.", default_s=KILL_AFTER_S)

@@ -68,3 +68,36 @@ def test_every_command_names_sources() -> None:
 
     found = list(leaves(typer.main.get_command(app)))
     assert len(found) > 15 and all(isinstance(each, SourceCommand) for each in found)
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        *(
+            (name, "--timeout-s")
+            for name in ("drain x", "undrain x", "restart x", "restart --rolling", "down")
+        ),
+        ("top", "--interval-s"),
+    ],
+)
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e+10"])
+def test_a_time_out_of_its_range_is_refused_by_name(command: str, flag: str, value: str) -> None:
+    refused = CliRunner().invoke(app, [*command.split(), flag, value])
+    assert refused.exit_code == 2, refused.output
+    assert flag in refused.output and f" seconds, not {value}" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("command", "value"),
+    [
+        ("chat --temperature", "nan"),
+        ("chat --temperature", "inf"),
+        ("jobs submit x --expires-s", "inf"),
+        ("jobs submit x --retention-s", "inf"),
+    ],
+)
+def test_a_number_that_is_not_finite_is_refused_by_name(command: str, value: str) -> None:
+    refused = CliRunner().invoke(app, [*command.split(), value])
+    assert refused.exit_code == 2, refused.output
+    assert command.split()[-1] in refused.output
+    assert f"must be a finite number, not {value}" in refused.output

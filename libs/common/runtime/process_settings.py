@@ -18,7 +18,7 @@ from libs.common.runtime.settings import (
     setting,
 )
 from libs.common.transport.open import TRANSPORT_HELP, TransportChoice
-from libs.common.worker_bounds import DEFAULT_DRAIN_S
+from libs.common.worker_bounds import DEFAULT_DRAIN_S, MAX_PROCESS_WAIT_S
 from slipstream.credentials.certificates import TlsFault
 from slipstream.credentials.secret_files import exposure
 from slipstream.errors import InvalidArgument, SlipstreamError
@@ -102,7 +102,9 @@ class ServiceSettings:
     )
     log_level: str = setting("lowest level that is logged", default="info", choices=LOG_LEVELS)
     log_format: str = setting("form of log lines", default="text", choices=LOG_FORMATS)
-    drain_s: float = setting("seconds that SIGTERM waits for running work", default=DEFAULT_DRAIN_S)
+    drain_s: float = setting(
+        "seconds that SIGTERM waits for running work", default=DEFAULT_DRAIN_S, most=MAX_PROCESS_WAIT_S
+    )
     # By name: the flag, the variable or the key of the file that gave a setting. No setting itself. The path
     # of that file is that of "config".
     sources: Mapping[str, str] = field(default_factory=dict, kw_only=True, compare=False, repr=False)

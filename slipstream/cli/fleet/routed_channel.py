@@ -60,7 +60,7 @@ class _RoutedChannel(WrappedChannel):
             wrapped = fleet_pb2.CallProcessRequest(
                 role=self._role, instance=self._instance, method=method, message=serialize(request)
             )
-            started = self._stub.CallProcess(wrapped, timeout=timeout or _LONGEST_S)
+            started = self._stub.CallProcess(wrapped, timeout=_LONGEST_S if timeout is None else timeout)
             return _RoutedStream(started, parse, self._instance)
 
         return call

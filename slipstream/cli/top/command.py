@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from slipstream.cli.access import OperatorAccess, takes_access
+from slipstream.cli.options import seconds_option
 from slipstream.cli.run_async import run_async
 from slipstream.errors import InvalidArgument
 
@@ -27,7 +28,7 @@ def top(
         str, typer.Option(help="tier, or the largest load, kv, tokens, step or busy first.")
     ] = "tier",
     interval_s: Annotated[
-        float, typer.Option(min=_MIN_INTERVAL_S, max=_MAX_INTERVAL_S, help="Seconds between two looks.")
+        float, seconds_option("Seconds between two looks.", least_s=_MIN_INTERVAL_S, most_s=_MAX_INTERVAL_S)
     ] = 1.0,
     *,
     access: OperatorAccess,

@@ -12,10 +12,12 @@ from typer.testing import CliRunner
 
 from slipstream.cli import installed_commands
 from slipstream.cli.app import app, build_app
+from slipstream.cli.fleet.routed_channel import RoutedDial
 from slipstream.cluster_record import secret_file
 from slipstream.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from slipstream.rpc.dial import PLAIN_DIAL
 from slipstream.rpc.peer_token import TOKEN_HEADER
-from slipstream.v1 import worker_pb2
+from slipstream.v1 import fleet_pb2, worker_pb2, worker_pb2_grpc
 from tests.cli.fleet.fleet_port import DRAINING, READY, FleetPort, process
 
 
@@ -136,3 +138,19 @@ def test_without_the_server_package_the_commands_need_a_router(
         answer = CliRunner().invoke(sdk, command)
         assert isinstance(answer.exception, InvalidArgument), command
         assert answer.exception.field == "--router"
+
+
+async def test_a_routed_call_has_the_time_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    times_s: list[float] = []
+
+    class Stub:
+        def CallProcess(self, request: fleet_pb2.CallProcessRequest, *, timeout: float) -> Any:
+            times_s.append(timeout)
+
+    async with RoutedDial("127.0.0.1:1", PLAIN_DIAL)("decode/decode-1") as channel:
+        monkeypatch.setattr(channel, "_stub", Stub())
+        call = worker_pb2_grpc.WorkerServiceStub(channel).GetStatus
+        for timeout_s in (0.0, 3.0, None):
+            with pytest.raises(TypeError):  # the answer is none
+                await call(worker_pb2.GetStatusRequest(), timeout=timeout_s)
+    assert times_s == [0.0, 3.0, 3600.0]

@@ -71,10 +71,16 @@ def test_a_missing_gpu_is_said_before_what_each_worker_may_take_of_it(
 
 
 @pytest.mark.parametrize("flag", ["--ready-timeout-s", "--drain-s", "--grace-s"])
-def test_a_time_without_end_is_refused_as_in_a_file(started: list[ClusterConfig], flag: str) -> None:
-    done = CliRunner().invoke(app, ["up", flag, "inf"])
-    assert isinstance(done.exception, InvalidArgument)
-    assert done.exception.message == f"{flag}: must be a finite number, not inf"
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "1e+10"])
+def test_a_time_out_of_its_range_is_refused_as_in_a_file(
+    started: list[ClusterConfig], tmp_path: Path, flag: str, value: str
+) -> None:
+    done = CliRunner().invoke(app, ["up", flag, value])
+    assert done.exit_code == 2 and flag in done.output
+    assert f" to 86,400 seconds, not {value}" in done.output.replace("\n", " ")
+    file, section = tmp_path / "cluster.toml", "router" if flag == "--drain-s" else "up"
+    file.write_text(f"[{section}]\n{flag[2:].replace('-', '_')} = {value}\n")
+    assert isinstance(CliRunner().invoke(app, ["up", "--config", str(file)]).exception, InvalidArgument)
     assert not started
 
 
