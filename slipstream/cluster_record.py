@@ -40,6 +40,10 @@ class ProcessRecord:
     admin: str | None = None  # of a router: where its WorkerService is
     admin_http: str | None = None  # metrics and health
 
+    def has_name(self, name: str) -> bool:
+        """Whether it is the process of that name, or of that "role/name"."""
+        return name in (self.instance, f"{self.role}/{self.instance}")
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterRecord:
@@ -85,13 +89,13 @@ class ClusterRecord:
         ca, certificate, key = (Path(self.tls[name]) for name in ("ca", "certificate", "key"))
         return TlsFiles(ca, certificate, key, self.tls.get("server_name", ""))
 
-    def find(self, instance: str) -> ProcessRecord:
-        """The process of that name. `NotFound`, listing the names, if there is none."""
+    def find(self, name: str) -> ProcessRecord:
+        """The process of that name or "role/name". `NotFound`, listing the names, if there is none."""
         for process in self.processes:
-            if process.instance == instance:
+            if process.has_name(name):
                 return process
         names = ", ".join(process.instance for process in self.processes)
-        raise NotFound(f"no process {instance!r}; there are {names}")
+        raise NotFound(f"no process {name!r}; there are {names}")
 
     def service_endpoints(self) -> dict[str, str]:
         """Endpoint of each process that serves WorkerService, by instance."""

@@ -109,10 +109,7 @@ def status(
         run_async(show_status(access.run_dir, as_json=as_json, dial=access.dial()))
 
 
-def kill(
-    instance: Annotated[str, typer.Argument(help="Name of a process, such as drafter-0.")],
-    run_dir: RunDir = Path(".run"),
-) -> None:
+def kill(instance: Instance, run_dir: RunDir = Path(".run")) -> None:
     """Kill one process (SIGKILL); the supervisor starts it again."""
     from supervisor.commands.down import kill_process
 

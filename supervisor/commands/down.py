@@ -25,10 +25,10 @@ def stop_cluster(run_dir: Path, *, timeout_s: float) -> None:
         time.sleep(0.05)
 
 
-def kill_process(run_dir: Path, instance: str) -> None:
+def kill_process(run_dir: Path, name: str) -> None:
     """SIGKILL to one process. `NotFound` for an unknown name, or one that is down at the moment."""
-    process = read_record(run_dir).find(instance)
+    process = read_record(run_dir).find(name)
     if process.pid is None or not is_same_process(process.pid, process.start_ticks):
-        raise NotFound(f"{instance} is not running at the moment ({process.state})")
+        raise NotFound(f"{process.instance} is not running at the moment ({process.state})")
     os.kill(process.pid, signal.SIGKILL)
-    print(f"killed {instance} (pid {process.pid})")
+    print(f"killed {process.instance} (pid {process.pid})")

@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 _POLL_S = 0.05
 
 
-def drain_process(run_dir: Path, instance: str, *, timeout_s: float) -> None:
+def drain_process(run_dir: Path, name: str, *, timeout_s: float) -> None:
     """Returns when the process has ended in order. `NotFound` for an unknown name, `DeadlineExceeded` when
     late, `Internal` when it ended in any other way."""
-    process = _service(run_dir, instance)
+    process = _service(run_dir, name)
+    instance = process.instance
     if process.state == ProcessState.DRAINED:
         print(f"{instance} is drained already")
         return
@@ -47,38 +48,38 @@ def drain_process(run_dir: Path, instance: str, *, timeout_s: float) -> None:
     print(f"drained {instance} in {time.monotonic() - began_s:.1f} s", flush=True)
 
 
-def undrain_process(run_dir: Path, instance: str, *, timeout_s: float, dial: Dial) -> None:
+def undrain_process(run_dir: Path, name: str, *, timeout_s: float, dial: Dial) -> None:
     """Start a process that was drained and ended; let one that drains and runs on take work again.
 
     Raises NotFound, DeadlineExceeded, and what the process answers.
     """
-    process = _service(run_dir, instance)
+    process = _service(run_dir, name)
     if process.state == ProcessState.DRAINED:
-        _restart(run_dir, [instance], timeout_s=timeout_s)
+        _restart(run_dir, [process.instance], timeout_s=timeout_s)
         return
     _check_runs(process)
     from slipstream.cli.fleet.drains import undrain_at  # with gRPC, which the signals here do not need
 
     run_async(undrain_at(process.admin or process.endpoint, dial, timeout_s=timeout_s))
-    print(f"{instance} takes work", flush=True)
+    print(f"{process.instance} takes work", flush=True)
 
 
-def restart_processes(run_dir: Path, instance: str | None, *, rolling: bool, timeout_s: float) -> None:
+def restart_processes(run_dir: Path, name: str | None, *, rolling: bool, timeout_s: float) -> None:
     """One process, or all of them: one of each tier at a time, ready again before the next ones leave."""
-    if rolling == (instance is not None):
+    if rolling == (name is not None):
         raise FailedPrecondition("needs the name of one process or --rolling, and not both")
-    if instance is not None:
-        _restart(run_dir, [instance], timeout_s=timeout_s)
+    if name is not None:
+        _restart(run_dir, [name], timeout_s=timeout_s)
         return
     processes = read_record(run_dir).processes
     for wave in restart_waves((each.role, each.instance) for each in processes if each.has_worker_service):
         _restart(run_dir, wave, timeout_s=timeout_s)
 
 
-def _restart(run_dir: Path, instances: Sequence[str], *, timeout_s: float) -> None:
+def _restart(run_dir: Path, names: Sequence[str], *, timeout_s: float) -> None:
     """Restart these together; returns when all are ready again."""
     began_s = time.monotonic()
-    processes = [_service(run_dir, instance) for instance in instances]
+    processes = [_service(run_dir, name) for name in names]
     for process in processes:
         set_drained(run_dir, process.instance, by="")
         if process.state != ProcessState.DRAINED:
@@ -92,10 +93,10 @@ def _is_back(before: ProcessRecord) -> Callable[[ProcessRecord], bool]:
     return lambda now: now.state == ProcessState.READY and now.pid != before.pid
 
 
-def _service(run_dir: Path, instance: str) -> ProcessRecord:
-    process = read_record(run_dir).find(instance)
+def _service(run_dir: Path, name: str) -> ProcessRecord:
+    process = read_record(run_dir).find(name)
     if not process.has_worker_service:
-        raise FailedPrecondition(f"{instance} keeps the cluster's state and is not drained")
+        raise FailedPrecondition(f"{process.instance} keeps the cluster's state and is not drained")
     return process
 
 

@@ -93,7 +93,7 @@ async def show_named(access: OperatorAccess, name: str, *, as_json: bool) -> Non
 def _recorded_process(run_dir: Path, name: str) -> ProcessRecord | None:
     """The process of that name or of that "role/name", as the supervisor records it."""
     processes = read_record(run_dir, instead="--router HOST:PORT").processes
-    return next((each for each in processes if name in (each.instance, f"{each.role}/{each.instance}")), None)
+    return next((process for process in processes if process.has_name(name)), None)
 
 
 def check_is_up(process: ProcessRecord, by: str) -> None:
