@@ -97,9 +97,25 @@ class ClusterRecord:
         names = ", ".join(process.instance for process in self.processes)
         raise NotFound(f"no process {name!r}; there are {names}")
 
+    def ready_routers(self) -> list[ProcessRecord]:
+        """The routers that serve. `NotFound` that says what the others do, if there is none."""
+        routers = [process for process in self.processes if process.role == "router"]
+        ready = [process for process in routers if process.state == "ready"]
+        if not ready:
+            states = [f"{each.instance} is {each.state}{_how_to_start(each)}" for each in routers]
+            raise NotFound(f"no router serves in {self.run_dir}: {', '.join(states) or 'it has none'}")
+        return ready
+
     def service_endpoints(self) -> dict[str, str]:
         """Endpoint of each process that serves WorkerService, by instance."""
         return {p.instance: p.admin or p.endpoint for p in self.processes if p.has_worker_service}
+
+
+def _how_to_start(process: ProcessRecord) -> str:
+    """What an operator can do for a process that is not ready."""
+    if process.state == "drained":
+        return f" (`slipstream undrain {process.instance}` starts it)"
+    return f" (see {process.log})"
 
 
 def secret_file(run_dir: Path) -> Path:
@@ -120,13 +136,9 @@ def is_running(run_dir: Path) -> bool:
 
 
 def admin_ports(run_dir: Path) -> list[str]:
-    """The gRPC admin ports of the local cluster's routers, those that run first. Raises NotFound."""
+    """The gRPC admin ports of the local cluster's ready routers. Raises NotFound."""
     record = read_record(run_dir, instead="--router HOST:PORT")
-    routers = sorted((p for p in record.processes if p.admin), key=lambda p: p.state != "ready")
-    admins = [process.admin for process in routers if process.admin]
-    if not admins:
-        raise NotFound(f"no router runs in {run_dir}")
-    return admins
+    return [router.admin for router in record.ready_routers() if router.admin]
 
 
 def read_record(run_dir: Path, *, instead: str = "") -> ClusterRecord:

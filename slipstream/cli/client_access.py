@@ -82,7 +82,7 @@ class ClientAccess:
     def router(self) -> tuple[str, TlsFiles | None]:
         """The router's host:port, or those of several, and the files of the connection.
 
-        Raises NotFound where no cluster runs or names a router, InvalidArgument where its routers want
+        Raises NotFound where no cluster runs, or no router of it, InvalidArgument where its routers want
         another certificate, and what an admin port answers.
         """
         from slipstream.cluster_record import read_record
@@ -98,7 +98,8 @@ class ClientAccess:
                 f"the routers take certificates of {record.client_ca} only: give one with --tls-ca, "
                 "--tls-certificate and --tls-key, or SLIPSTREAM_TLS_CA, _CERTIFICATE and _KEY",
             )
-        return record.router_grpc, self.tls or record.tls_files()
+        endpoints = [router.endpoint for router in record.ready_routers()]
+        return ",".join(endpoints), self.tls or record.tls_files()
 
     async def _ask_routers(self) -> str:
         """The ports for clients of the routers that are ready, as the admin ports name them."""

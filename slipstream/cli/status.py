@@ -118,16 +118,19 @@ async def show_process(client: FleetClient, name: str, *, as_json: bool) -> None
                     "its last load report"
                 ) from None
             raise failure from None
+    print_answer(answer, process.endpoint, blocks_free=process.load.blocks_free, as_json=as_json)
+
+
+def print_answer(
+    answer: worker_pb2.GetStatusResponse, endpoint: str, *, blocks_free: int = 0, as_json: bool
+) -> None:
+    """Print what one process runs and holds. `blocks_free`: the room that a router knows of it."""
     status = status_dict(answer)
-    add_room(status, process.load.blocks_free)
+    add_room(status, blocks_free)
     if as_json:
-        print(
-            json.dumps(
-                {"workers": [{"endpoint": process.endpoint, "status": status, "error": None}]}, indent=2
-            )
-        )
+        print(json.dumps({"workers": [{"endpoint": endpoint, "status": status, "error": None}]}, indent=2))
         return
-    print_table(_table([process.endpoint], [status]))
+    print_table(_table([endpoint], [status]))
     print(f"up for {answer.uptime_ms / 1e3:.0f} s; {held_words(answer.ledger)}")
 
 

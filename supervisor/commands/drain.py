@@ -51,13 +51,15 @@ def drain_process(run_dir: Path, name: str, *, timeout_s: float) -> None:
 def undrain_process(run_dir: Path, name: str, *, timeout_s: float, dial: Dial) -> None:
     """Start a process that was drained and ended; let one that drains and runs on take work again.
 
-    Raises NotFound, DeadlineExceeded, and what the process answers.
+    Raises NotFound, FailedPrecondition for one that starts, DeadlineExceeded, and what the process answers.
     """
     process = _service(run_dir, name)
     if process.state == ProcessState.DRAINED:
         _restart(run_dir, [process.instance], timeout_s=timeout_s)
         return
     _check_runs(process)
+    if process.state != ProcessState.READY:  # nothing listens yet
+        raise FailedPrecondition(f"{process.instance} is {process.state}: once it is ready it takes work")
     from slipstream.cli.fleet.drains import undrain_at  # with gRPC, which the signals here do not need
 
     run_async(undrain_at(process.admin or process.endpoint, dial, timeout_s=timeout_s))

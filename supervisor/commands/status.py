@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,12 +31,13 @@ from slipstream.cli.status import (
     ask_status,
     check_all_answered,
     load_cells,
+    print_answer,
     print_troubles,
     show_process,
 )
 from slipstream.cli.tables import cell, figures_table, print_table
 from slipstream.cluster_record import ClusterRecord, ProcessRecord, read_record
-from slipstream.errors import FailedPrecondition, SlipstreamError
+from slipstream.errors import FailedPrecondition, NotFound, SlipstreamError, Unavailable
 from slipstream.rpc.dial import Dial
 from slipstream.v1 import worker_pb2
 from supervisor.drain_marks import drained_by
@@ -82,12 +84,33 @@ async def show_status(run_dir: Path, *, as_json: bool, dial: Dial) -> None:
 async def show_named(access: OperatorAccess, name: str, *, as_json: bool) -> None:
     """Print what one process runs and holds: of the fleet of --router, else of the local cluster.
 
-    Raises FailedPrecondition for a local process that is down or starts, and what `show_process` raises.
+    Raises FailedPrecondition for a local process that is down, starts or has no status, and what
+    `show_process` raises.
     """
     process = None if access.routers else _recorded_process(access.run_dir, name)
     if process is not None:
         check_is_up(process, drained_by(access.run_dir, process.instance))
-    await show_process(access.fleet_client(), name, as_json=as_json)
+    try:
+        client = access.fleet_client()
+    except NotFound as error:
+        if process is None:
+            raise
+        await _show_without_router(process, error.message, as_json=as_json, dial=access.dial())
+    else:
+        await show_process(client, name, as_json=as_json)
+
+
+async def _show_without_router(process: ProcessRecord, no_router: str, *, as_json: bool, dial: Dial) -> None:
+    """Print the process's answer. Raises Unavailable that says what is known, where it gives none."""
+    endpoint = process.admin or process.endpoint
+    answer = await ask_status(endpoint, dial)
+    if isinstance(answer, SlipstreamError):
+        raise Unavailable(
+            f"{process.instance} (pid {process.pid}) at {endpoint} does not answer: {answer.message}; "
+            f"see {process.log}; {no_router}"
+        )
+    print(harmless_line(f"slipstream: {no_router}; {process.instance} answers itself"), file=sys.stderr)
+    print_answer(answer, endpoint, as_json=as_json)
 
 
 def _recorded_process(run_dir: Path, name: str) -> ProcessRecord | None:
@@ -97,7 +120,7 @@ def _recorded_process(run_dir: Path, name: str) -> ProcessRecord | None:
 
 
 def check_is_up(process: ProcessRecord, by: str) -> None:
-    """Raises FailedPrecondition that says why a process does not serve. `by`: who had it drained."""
+    """Raises FailedPrecondition that says why a process answers no question. `by`: who had it drained."""
     name, state = process.instance, process.state
     ended = "" if process.exit_code is None else f"; it {how_ended(process.exit_code)}"
     if state == ProcessState.DRAINED:
@@ -105,6 +128,11 @@ def check_is_up(process: ProcessRecord, by: str) -> None:
         raise FailedPrecondition(f"{name} is drained{asked}{ended}; `slipstream undrain {name}` starts it")
     if state != ProcessState.READY:
         raise FailedPrecondition(f"{name} does not serve, it is {state}{ended}; see {process.log}")
+    if not process.has_worker_service:
+        raise FailedPrecondition(
+            f"{name} is {state} at {process.endpoint} (pid {process.pid}), and answers no status; "
+            f"see {process.log}"
+        )
 
 
 async def _ask(

@@ -12,12 +12,11 @@ from typer.testing import CliRunner
 
 from slipstream.cli.app import app
 from slipstream.cli.client_access import ClientAccess, client_endpoints
-from slipstream.cluster_record import ClusterRecord
 from slipstream.errors import InvalidArgument, NotFound, Unauthenticated, Unavailable
 from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import fleet_pb2
-from supervisor.run_directory import RunDirLock, write_record
 from tests.cli.fleet.fleet_port import FleetPort, process
+from tests.support.clusters.recorded import recorded, recorded_cluster
 
 SILENT = fleet_pb2.PROCESS_STATE_SILENT
 COMMANDS = (["chat"], ["usage"], ["jobs", "ls"])
@@ -28,13 +27,8 @@ PEERS = {"ca": "ca.pem", "certificate": "peer.pem", "key": "peer.key"}
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Path]:
     """A run directory whose routers take certificates of another authority from clients."""
-    record = ClusterRecord(
-        1, None, "now", str(tmp_path), NOWHERE, NOWHERE, NOWHERE, "m", 1.0, tls=PEERS, client_ca="clients.pem"
-    )
-    write_record(tmp_path, record)
-    lock = RunDirLock(tmp_path)
-    yield tmp_path
-    lock.close()
+    with recorded_cluster(tmp_path, recorded("router-0"), tls=PEERS, client_ca="clients.pem"):
+        yield tmp_path
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -111,6 +105,24 @@ def test_a_named_router_or_certificate_comes_before_those_of_the_run_directory(r
     own = TlsFiles(Path("ca.pem"), Path("own.pem"), Path("own.key"))
     assert ClientAccess(running, "router:7000").router() == ("router:7000", None)
     assert ClientAccess(running, tls=own).router() == (NOWHERE, own)
+
+
+def test_a_ready_router_is_called_in_the_place_of_one_that_is_down(tmp_path: Path) -> None:
+    down = recorded("router-0", "drained", pid=None)
+    with recorded_cluster(tmp_path, down, recorded("router-1", endpoint="127.0.0.1:2")):
+        assert ClientAccess(tmp_path).router() == ("127.0.0.1:2", None)
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, ["top"], ["autoscale"]], ids=" ".join)
+def test_without_a_ready_router_each_command_says_what_they_do(tmp_path: Path, command: list[str]) -> None:
+    routers = recorded("router-0", "drained", pid=None), recorded("router-1", "starting")
+    with recorded_cluster(tmp_path, *routers):
+        error = CliRunner().invoke(app, [*command, "--run-dir", str(tmp_path)]).exception
+    assert isinstance(error, NotFound)
+    assert error.message == (
+        f"no router serves in {tmp_path}: router-0 is drained (`slipstream undrain router-0` starts it), "
+        "router-1 is starting (see router-1.log)"
+    )
 
 
 def test_an_endpoint_is_used_although_the_variable_of_routers_is_wrong(tmp_path: Path) -> None:

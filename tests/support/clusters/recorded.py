@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from slipstream.cluster_record import ClusterRecord, ProcessRecord
 from supervisor.run_directory import RunDirLock, write_record
@@ -25,20 +26,18 @@ def recorded(
 
 
 @contextmanager
-def recorded_cluster(run_dir: Path, *processes: ProcessRecord) -> Iterator[None]:
-    """The record of a cluster of these processes, as of a supervisor that runs inside the block."""
+def recorded_cluster(run_dir: Path, *processes: ProcessRecord, **others: Any) -> Iterator[None]:
+    """The record of a cluster of these processes, as of a supervisor that runs inside the block.
+
+    `others`: fields of the record.
+    """
     lock = RunDirLock(run_dir)
     try:
-        note_processes(run_dir, *processes)
+        grpc = next((each.endpoint for each in processes if each.role == "router"), NOWHERE)
+        record = ClusterRecord(
+            1, 1, "2026-01-01T00:00:00Z", str(run_dir), NOWHERE, grpc, NOWHERE, "m", 1.0, processes, **others
+        )
+        write_record(run_dir, record)
         yield
     finally:
         lock.close()
-
-
-def note_processes(run_dir: Path, *processes: ProcessRecord) -> None:
-    """Replace the record."""
-    grpc = next((each.endpoint for each in processes if each.role == "router"), NOWHERE)
-    record = ClusterRecord(
-        1, 1, "2026-01-01T00:00:00+00:00", str(run_dir), NOWHERE, grpc, NOWHERE, "m", 1.0, processes
-    )
-    write_record(run_dir, record)
