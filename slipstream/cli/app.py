@@ -35,6 +35,7 @@ from slipstream.cli.options import (
     UndrainTimeoutS,
     check_endpoints,
     check_one_process,
+    check_which,
     name_sources,
 )
 from slipstream.cli.run_async import run_async
@@ -129,7 +130,8 @@ def restart(
     """Drain a process of a cluster, end it, and wait until its process manager has started it again."""
     from slipstream.cli.fleet.drains import restart
 
-    run_async(restart(_named(access), instance, rolling=rolling, timeout_s=timeout_s))
+    check_which(instance, rolling=rolling)
+    run_async(restart(_named(access), instance, timeout_s=timeout_s))
 
 
 def _named(access: OperatorAccess) -> FleetClient:

@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 
 from slipstream.credentials.bounded_file import read_bounded_text
 from slipstream.credentials.secret_files import exposure
-from slipstream.errors import InvalidArgument
+from slipstream.errors import FailedPrecondition, InvalidArgument
 
 if TYPE_CHECKING:
     from slipstream.rpc.tls import TlsFiles
@@ -79,7 +79,8 @@ RestartTimeoutS = Annotated[float, seconds_option("Give up when one is not back 
 Rolling = Annotated[
     bool,
     typer.Option(
-        help="Restart every process, one of each tier at a time. With two routers no request fails."
+        help="Restart every process, one of each tier at a time, and leave drained ones as they are. "
+        "With two routers no request fails."
     ),
 ]
 
@@ -107,6 +108,12 @@ def check_one_process(endpoints: Iterable[str] | None) -> None:
     """Raises InvalidArgument where --endpoint names a process beside its name."""
     if endpoints:
         raise InvalidArgument("--endpoint", "and the name of a process are two ways to say which: give one")
+
+
+def check_which(name: str | None, *, rolling: bool) -> None:
+    """Raises FailedPrecondition unless a restart is of one process or of all."""
+    if rolling == (name is not None):
+        raise FailedPrecondition("needs the name of one process or --rolling, and not both")
 
 
 def read_api_key(key: str | None, file: Path | None, *, use_file: bool = True) -> str | None:

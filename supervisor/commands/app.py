@@ -26,6 +26,7 @@ from slipstream.cli.options import (
     UndrainTimeoutS,
     check_endpoints,
     check_one_process,
+    check_which,
 )
 from slipstream.cli.run_async import run_async
 from slipstream.errors import InvalidArgument
@@ -161,17 +162,21 @@ def restart(
 ) -> None:
     """Drain one process, or all in turn, and start it again.
 
-    A process that is drained already starts again. With --router, of any cluster: the process ends, and its
-    process manager starts it again.
+    A drained process starts again by its name, and not by --rolling. With --router, of any cluster: the
+    process ends, and its process manager starts it again.
     """
+    check_which(instance, rolling=rolling)
     if access.routers:
         from slipstream.cli.fleet import drains
 
-        run_async(drains.restart(access.fleet_client(), instance, rolling=rolling, timeout_s=timeout_s))
+        run_async(drains.restart(access.fleet_client(), instance, timeout_s=timeout_s))
         return
-    from supervisor.commands.drain import restart_processes
+    from supervisor.commands.drain import restart_all, restart_process
 
-    restart_processes(access.run_dir, instance, rolling=rolling, timeout_s=timeout_s)
+    if instance is not None:
+        restart_process(access.run_dir, instance, timeout_s=timeout_s)
+    else:
+        restart_all(access.run_dir, timeout_s=timeout_s, dial=access.dial())
 
 
 def route(

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.cli.fleet.restart_waves import restart_waves
+from slipstream.cli.fleet.restart_waves import restart_waves, skipped_line
 from slipstream.cli.run_async import run_async
 from slipstream.cluster_record import ProcessRecord, read_record
 from slipstream.credentials.user_name import user_name
-from slipstream.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
-from supervisor.drain_marks import set_drained
+from slipstream.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound, SlipstreamError
+from supervisor.drain_marks import drained_by, set_drained
 from supervisor.process_state import ProcessState, how_ended
 from supervisor.process_stats import is_same_process
 
@@ -66,16 +66,35 @@ def undrain_process(run_dir: Path, name: str, *, timeout_s: float, dial: Dial) -
     print(f"{process.instance} takes work", flush=True)
 
 
-def restart_processes(run_dir: Path, name: str | None, *, rolling: bool, timeout_s: float) -> None:
-    """One process, or all of them: one of each tier at a time, ready again before the next ones leave."""
-    if rolling == (name is not None):
-        raise FailedPrecondition("needs the name of one process or --rolling, and not both")
-    if name is not None:
-        _restart(run_dir, [name], timeout_s=timeout_s)
-        return
+def restart_process(run_dir: Path, name: str, *, timeout_s: float) -> None:
+    """Restart one process, also one that is drained; returns when it is ready again."""
+    _restart(run_dir, [name], timeout_s=timeout_s)
+
+
+def restart_all(run_dir: Path, *, timeout_s: float, dial: Dial) -> None:
+    """Restart one process of each tier at a time, ready again before the next ones leave.
+
+    A process that an operator has drained stays as it is.
+    """
     processes = read_record(run_dir).processes
     for wave in restart_waves((each.role, each.instance) for each in processes if each.has_worker_service):
-        _restart(run_dir, wave, timeout_s=timeout_s)
+        drained = [name for name in wave if _is_drained(run_dir, name, dial)]
+        for name in drained:
+            print(skipped_line(name), flush=True)
+        _restart(run_dir, [name for name in wave if name not in drained], timeout_s=timeout_s)
+
+
+def _is_drained(run_dir: Path, name: str, dial: Dial) -> bool:
+    """Whether the process is drained, or drains: by its mark, or over gRPC, of which only it knows."""
+    if drained_by(run_dir, name):
+        return True
+    process = read_record(run_dir).find(name)
+    if process.state != ProcessState.READY:
+        return False
+    from slipstream.cli.status import ask_status
+
+    answer = run_async(ask_status(process.admin or process.endpoint, dial))
+    return not isinstance(answer, SlipstreamError) and answer.draining
 
 
 def _restart(run_dir: Path, names: Sequence[str], *, timeout_s: float) -> None:

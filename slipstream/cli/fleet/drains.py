@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import grpc
 
 from slipstream.cli.fleet.fleet_client import FleetClient, key_of
-from slipstream.cli.fleet.restart_waves import restart_waves
+from slipstream.cli.fleet.restart_waves import restart_waves, skipped_line
 from slipstream.cli.port_error import port_error
 from slipstream.enum_names import role_name
-from slipstream.errors import DeadlineExceeded, FailedPrecondition, Unavailable
+from slipstream.errors import DeadlineExceeded, Unavailable
 from slipstream.rpc.dial import OpenChannel
 from slipstream.v1 import fleet_pb2, worker_pb2, worker_pb2_grpc
 
@@ -69,17 +69,23 @@ async def undrain_at(endpoint: str, dial: OpenChannel, *, timeout_s: float) -> N
             raise port_error(error) from None
 
 
-async def restart(client: FleetClient, name: str | None, *, rolling: bool, timeout_s: float) -> None:
-    """One process, or all of them: one of each tier at a time, ready again before the next ones end."""
-    if rolling == (name is not None):
-        raise FailedPrecondition("needs the name of one process or --rolling, and not both")
+async def restart(client: FleetClient, name: str | None, *, timeout_s: float) -> None:
+    """One process, or all of them but those that are drained.
+
+    Of all, one of each tier restarts at a time, and is ready again before the next ones end.
+    """
     if name is not None:
         await _restart(client, [await client.find(name)], timeout_s=timeout_s)
         return
-    processes = {key_of(process): process for process in (await client.get()).processes}
-    keys = ((role_name(process.role), key) for key, process in processes.items())
-    for wave in restart_waves(keys):
-        await _restart(client, [processes[key] for key in wave], timeout_s=timeout_s)
+    processes = (await client.get()).processes
+    for wave in restart_waves((role_name(process.role), key_of(process)) for process in processes):
+        now = {key_of(process): process for process in (await client.get()).processes}
+        there = [now[key] for key in wave if key in now]  # others have left meanwhile
+        drained = [process for process in there if process.state == fleet_pb2.PROCESS_STATE_DRAINING]
+        for process in drained:
+            print(skipped_line(process.instance), flush=True)
+        left = [process for process in there if process not in drained]
+        await _restart(client, left, timeout_s=timeout_s)
 
 
 async def _restart(

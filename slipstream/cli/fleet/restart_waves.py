@@ -21,3 +21,8 @@ def restart_waves(processes: Iterable[tuple[str, str]]) -> list[list[str]]:
         waves += [[]] * (number == len(waves))
         waves[number] = [*waves[number], name]
     return waves
+
+
+def skipped_line(name: str) -> str:
+    """What a rolling restart says of a process that an operator has drained."""
+    return f"skipped {name}: it is drained; `slipstream undrain {name}` lets it take work again"

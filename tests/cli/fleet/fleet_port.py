@@ -70,7 +70,7 @@ class FleetPort(fleet_pb2_grpc.FleetServiceServicer):
             answer = worker_pb2.DrainResponse()
             del self.processes[request.instance]
             if self.restarts:
-                named.incarnation += "+"
+                named.incarnation, named.state = f"{named.incarnation}+", READY
                 self.processes[request.instance] = named
         else:
             answer, named.state = worker_pb2.DrainResponse(ledger=self.held), DRAINING

@@ -84,6 +84,18 @@ def test_a_rolling_restart_takes_one_of_each_tier_and_the_asked_router_last_of_t
     assert isinstance(invoke(port, "restart").exception, FailedPrecondition)
 
 
+def test_a_rolling_restart_leaves_a_drained_process_as_it_is(port: FleetPort) -> None:
+    assert invoke(port, "drain", "decode-0").exit_code == 0
+    port.calls.clear()
+    answer = invoke(port, "restart", "--rolling")
+    assert answer.exit_code == 0, answer.exception
+    assert [call[0] for call in port.calls] == ["prefill-0", "router-0", "decode-1"]
+    assert port.processes["decode-0"].state == DRAINING
+    skipped = "skipped decode-0: it is drained; `slipstream undrain decode-0` lets it take work again"
+    assert skipped in answer.output.splitlines()
+    assert invoke(port, "restart", "decode-0").output.startswith("restarted decode-0 in ")
+
+
 def test_status_shows_each_process_and_its_load(port: FleetPort) -> None:
     lines = invoke(port, "status").output.splitlines()
     (row,) = [line.split() for line in lines if line.startswith("decode-1")]

@@ -18,7 +18,7 @@ import pytest
 
 from bench.faults.fault_load import Answer, FaultRun, mixed_requests
 from slipstream.v1 import router_pb2, router_pb2_grpc
-from supervisor.commands.drain import drain_process, restart_processes
+from supervisor.commands.drain import drain_process, restart_process
 from tests.support.clusters.disturbance import (
     assert_undisturbed,
     attempts_of,
@@ -145,7 +145,7 @@ def test_a_drain_ends(site: Site) -> None:
     drain.join(300)
     assert site.cluster.state("decode-1") == "drained"
     site.clock.set(hours=0.0)
-    restart_processes(run_dir, "decode-1", rolling=False, timeout_s=300.0)
+    restart_process(run_dir, "decode-1", timeout_s=300.0)
 
 
 @pytest.mark.soak

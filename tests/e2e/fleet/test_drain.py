@@ -14,7 +14,8 @@ import pytest
 
 from bench.faults.fault_load import Answer, FaultRequest, mixed_requests
 from slipstream.credentials.user_name import user_name
-from supervisor.commands.drain import drain_process, restart_processes
+from slipstream.operator_access import operator_dial
+from supervisor.commands.drain import drain_process, restart_all, restart_process
 from tests.support.clusters.disturbance import (
     assert_undisturbed,
     attempts_of,
@@ -85,7 +86,7 @@ def comes_back(fakes: LocalCluster) -> Iterator[list[str]]:
     names: list[str] = []
     yield names
     for name in names:
-        restart_processes(run_dir(fakes), name, rolling=False, timeout_s=WAIT_S)
+        restart_process(run_dir(fakes), name, timeout_s=WAIT_S)
 
 
 @pytest.mark.parametrize("instance", TIERS)
@@ -163,7 +164,7 @@ def test_a_restart_of_half_the_cluster_under_load_fails_nothing(
 ) -> None:
     def restart() -> None:
         for name in ("prefill-1", "decode-1", "router-1"):
-            restart_processes(run_dir(fakes), name, rolling=False, timeout_s=WAIT_S)
+            restart_process(run_dir(fakes), name, timeout_s=WAIT_S)
 
     under_load(fakes, load[:7], expected[:7], Aside(restart))
 
@@ -195,7 +196,8 @@ def test_a_process_leaves_a_hundred_live_streams_in_ten_seconds(
 
 def rolling(fakes: LocalCluster, load: list[FaultRequest], expected: list[Answer]) -> None:
     pids = {instance: fakes.pid(instance) for instance in fakes.workers}
-    restart = Aside(lambda: restart_processes(run_dir(fakes), None, rolling=True, timeout_s=WAIT_S))
+    dial = operator_dial(run_dir(fakes))
+    restart = Aside(lambda: restart_all(run_dir(fakes), timeout_s=WAIT_S, dial=dial))
     under_load(fakes, load, expected, restart)
     assert all(fakes.pid(instance) != pid for instance, pid in pids.items())
 

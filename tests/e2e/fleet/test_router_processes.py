@@ -18,7 +18,7 @@ from bench.faults.fault_load import Answer, FaultRequest, mixed_requests
 from libs.common.cluster.worker_record import Role
 from slipstream.errors import Unavailable
 from slipstream.operator_access import operator_dial
-from supervisor.commands.drain import drain_process, restart_processes
+from supervisor.commands.drain import drain_process, restart_process
 from supervisor.commands.status import show_status
 from supervisor.run_directory import SCRAPE_FILE
 from tests.e2e.fleet.test_drain import WAIT_S, Aside, run_dir, under_load
@@ -137,7 +137,7 @@ def test_a_router_drains_and_restarts_under_load(
     assert routers["router-0"]["state"] == "drained"
     assert "router-0.1" not in routers
     assert set(scraped_routers(several)) == others
-    restart = Aside(lambda: restart_processes(directory, "router-0", rolling=False, timeout_s=WAIT_S))
+    restart = Aside(lambda: restart_process(directory, "router-0", timeout_s=WAIT_S))
     under_load(several, requests, answers, restart)
     until(lambda: ready_routers(several, capsys) == ALL, timeout_s=WAIT_S, what="all are back")
     several.assert_idle()
@@ -154,7 +154,7 @@ def test_a_rolling_restart_of_all_routers(
     def rolling() -> None:
         for _ in range(3):
             for name in ("router-0", "router-1"):
-                restart_processes(run_dir(several), name, rolling=False, timeout_s=WAIT_S)
+                restart_process(run_dir(several), name, timeout_s=WAIT_S)
 
     under_load(several, requests, answers, Aside(rolling))
     until(lambda: ready_routers(several, capsys) == ALL, timeout_s=WAIT_S, what="all are back")

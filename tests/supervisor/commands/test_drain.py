@@ -14,7 +14,7 @@ from slipstream.cli.access import OperatorAccess
 from slipstream.credentials.user_name import user_name
 from slipstream.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
 from supervisor.cluster import ClusterSupervisor
-from supervisor.commands.drain import drain_process, restart_processes
+from supervisor.commands.drain import drain_process, restart_process
 from supervisor.commands.status import show_named
 from supervisor.commands.up import say
 from supervisor.drain_marks import drained_by
@@ -67,7 +67,7 @@ async def test_only_an_end_in_order_is_a_drain(
         await drain("etcd")
     with pytest.raises(NotFound, match="no process 'decode-9'; there are etcd, kvstore-0"):
         await drain("decode-9")
-    await asyncio.to_thread(restart_processes, run_dir, "kvstore-0", rolling=False, timeout_s=WAIT_S)
+    await asyncio.to_thread(restart_process, run_dir, "kvstore-0", timeout_s=WAIT_S)
     await eventually(lambda: running.record().find("kvstore-0").state == "ready")
     assert [line for line in said if line.startswith("kvstore-0 ")] == [
         f"kvstore-0 is drained: {user_name()} asked for it",

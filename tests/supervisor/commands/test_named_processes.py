@@ -106,3 +106,17 @@ def test_a_worker_that_starts_is_not_undrained(tmp_path: Path) -> None:
     with recorded_cluster(tmp_path, recorded("router-0"), starting):
         said = words(tmp_path, "undrain", "decode-0")
     assert said == "decode-0 is starting: once it is ready it takes work"
+
+
+def test_a_rolling_restart_leaves_drained_processes_as_they_are(tmp_path: Path, worker: str) -> None:
+    """One that has ended by its mark, and one that runs on after a drain over gRPC."""
+    router = recorded("router-0", "drained", pid=None)
+    with recorded_cluster(tmp_path, router, recorded("decode-0", endpoint=worker)):
+        set_drained(tmp_path, "router-0", by="ann")
+        done = invoke(tmp_path, "restart", "--rolling", "--timeout-s", "0.1")
+        assert done.exit_code == 0, done.exception
+        assert [line.split(":")[0] for line in done.output.splitlines()] == [
+            "skipped router-0",
+            "skipped decode-0",
+        ]
+        assert drained_by(tmp_path, "router-0") == "ann"
