@@ -11,7 +11,7 @@ from pathlib import Path
 
 from libs.common.cluster.worker_record import Role
 from libs.common.etcd.access import EtcdAccess
-from libs.common.runtime.settings import check_peers, checked_value, rows
+from libs.common.runtime.settings import check_peers, checked_value, parse_endpoints, rows
 from libs.common.transport.open import TransportChoice
 from libs.common.worker_bounds import MAX_CONFIG_BYTES
 from libs.engine.model_spec.config import load_config
@@ -54,6 +54,8 @@ def check_config(config: ClusterConfig) -> None:
             check_peers(config.etcd)
         except ValueError as error:
             raise InvalidArgument("--etcd", str(error)) from None
+        if not parse_endpoints(config.etcd):
+            raise InvalidArgument("--etcd", "names no HOST:PORT; without the flag, `up` starts an etcd")
     for flag, path in (("--model", config.model), ("--draft-model", config.draft_model)):
         if path is not None:
             _check_model(flag, path)

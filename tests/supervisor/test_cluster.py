@@ -234,6 +234,8 @@ async def test_what_cannot_work_is_refused_before_anything_starts(
     await wrong_flag(fake, "need different ports", http=both, grpc=both)
     await wrong_flag(fake, "--drafts: must be one of auto, on, off", drafts="maybe")
     await wrong_flag(fake, "--etcd: must be HOST:PORT, not 'nohost'", etcd="nohost")
+    for none in ("", ","):
+        await wrong_flag(fake, "--etcd: names no HOST:PORT", etcd=none)
     await wrong_flag(fake, "--log-level: must be", log_level="loud")
     await wrong_flag(fake, "--transport: must be", transport="pigeon")
     await wrong_flag(fake, "--pool: must be one of mooncake", pool="none")
