@@ -29,6 +29,7 @@ REMOTE, LOCAL = "remote", "local"
 DRAFTERS = ("auto", REMOTE, LOCAL)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 ACCESS_LOG = ("on", "off")
+_SWITCHES = ("--allow-requested-prefill",)  # flags of services without a value
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +237,7 @@ def _arguments(config: ClusterConfig, role: Role, instance: str, http: str | Non
             arguments += ["--pool", config.pool]
     else:
         arguments += ["--model", str(config.model)]
-        if config.draft_model is not None and role is not Role.ROUTER:
-            arguments += ["--draft-model", str(config.draft_model)]
+        arguments += _given(("--draft-model", config.draft_model)) if role is not Role.ROUTER else []
     if role is Role.DECODE:
         arguments += ["--drafts", config.drafts]
         has_local_head = config.draft_model is not None and config.head_place == LOCAL
@@ -288,11 +288,12 @@ def _absent_tiers(config: ClusterConfig) -> str | None:
 
 def _without(arguments: Sequence[str], names: Collection[str]) -> list[str]:
     """The flags and their values, but for the settings of these names."""
-    left, is_left = [], True
-    for part in arguments:
-        if part.startswith("--"):
-            is_left = part[2:].replace("-", "_") not in names
-        left += [part] * is_left
+    left: list[str] = []
+    parts = iter(arguments)
+    for flag in parts:
+        values = [] if flag in _SWITCHES else [next(parts)]  # which may begin with - in a file
+        if flag[2:].replace("-", "_") not in names:
+            left += [flag, *values]
     return left
 
 

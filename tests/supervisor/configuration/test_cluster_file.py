@@ -324,6 +324,20 @@ def test_a_file_that_cannot_work_is_refused_before_anything_starts(
     assert words in done.exception.message and not started
 
 
+def test_a_text_of_the_file_that_looks_like_a_flag_is_no_flag(
+    tmp_path: Path, started: list[ClusterConfig]
+) -> None:
+    (tmp_path / "password").touch()
+    file = tmp_path / "c.toml"
+    file.write_text(
+        f"[up]\netcd = '127.0.0.1:1'\n[common]\netcd_user = '--x'\ntls_server_name = '--y'\n"
+        f"etcd_password_file = '{tmp_path / 'password'}'\n"
+    )
+    settings = settings_of(up(started, file))
+    assert {each.etcd_user for each in settings.values()} == {"--x"}
+    assert {each.tls_server_name for each in settings.values()} == {"--y"}
+
+
 def test_a_tier_that_the_cluster_does_without_is_not_recommended(started: list[ClusterConfig]) -> None:
     assert CliRunner().invoke(app, ["up", "--drafter", "0", "--kvstore", "0"]).exit_code == 0
     assert settings_of(started[-1])["router-0"].autoscale_limits == "drafter=0:0,kvstore=0:0"
