@@ -30,7 +30,7 @@ from slipstream.cli.options import (
 )
 from slipstream.cli.run_async import run_async
 from slipstream.errors import InvalidArgument
-from supervisor.configuration.cluster_options import ClusterOptions, flags_of
+from supervisor.configuration.cluster_options import ClusterOptions, flags_of, path_value
 
 
 def _up(
@@ -38,7 +38,8 @@ def _up(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="TOML file of the cluster or directory of them (docs/configuration.md); flags go before it."
+            parser=path_value,
+            help="TOML file of the cluster or directory of them (docs/configuration.md); flags go before it.",
         ),
     ] = None,
     *,

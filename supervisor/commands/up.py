@@ -57,10 +57,6 @@ def checked_config(options: Mapping[str, Any], file: Path | None, flags: Collect
 
 
 def _of_options(options: Mapping[str, Any]) -> ClusterConfig:
-    for name, value in options.items():
-        if isinstance(value, str | Path) and str(value).startswith("-"):  # a service would take it as a flag
-            reason = f"needs a value, and {str(value)!r} begins with - as a flag does"
-            raise InvalidArgument(f"--{name.replace('_', '-')}", reason)
     values = {each.name: options[each.name] for each in fields(ClusterOptions) if each.name in options}
     for name in ("http", "grpc"):
         values[name] = None if values[name] == ANY_PORT else values[name]

@@ -59,6 +59,21 @@ def _options(kind: type[Any], *, default_factory: Callable[[], Any]) -> Any:
     return field(default_factory=default_factory, metadata={_FLAGS: kind})
 
 
+def text_value(text: str) -> str:
+    """The value of a flag. Raises BadParameter for one that looks like the next flag, as where it is missing.
+
+    A service would take it as a flag, too.
+    """
+    if text.startswith("-"):
+        raise typer.BadParameter(f"needs a value, and {text!r} begins with - as a flag does")
+    return text
+
+
+def path_value(text: str | Path) -> Path:
+    """The same of a flag that takes a path, or its default: ./-x is one, and -x is not."""
+    return Path(text_value(str(text)))
+
+
 def flags_of(kind: type[Any]) -> dict[str, tuple[Any, Any]]:
     """Annotation and default of each flag of a class by its field, in the order of the help."""
     hints = typing.get_type_hints(kind, localns={"TlsFiles": object})  # which is slow to import
@@ -68,6 +83,8 @@ def flags_of(kind: type[Any]) -> dict[str, tuple[Any, Any]]:
             found |= flags_of(each.metadata[_FLAGS])
         elif _FLAG in each.metadata:
             declared, default = each.metadata[_FLAG]
+            types = {hints[each.name], *typing.get_args(hints[each.name])}
+            declared.parser = path_value if Path in types else text_value if str in types else None
             found[each.name] = (Annotated[hints[each.name], declared], default)
     return found
 

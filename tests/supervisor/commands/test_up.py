@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Annotated, get_args
 
 import pytest
 from typer.testing import CliRunner
@@ -86,17 +87,38 @@ def test_a_time_out_of_its_range_is_refused_as_in_a_file(
 
 FLAGS_OF_TEXT = sorted(
     f"--{name.replace('_', '-')}"
-    for name, (annotation, _) in flags_of(ClusterOptions).items()
+    for name, (annotation, _) in {**flags_of(ClusterOptions), "config": (Annotated[Path, ""], None)}.items()
     if {str, Path} & {annotation.__origin__, *get_args(annotation.__origin__)}
 )
 
 
 @pytest.mark.parametrize("flag", FLAGS_OF_TEXT)
 def test_a_flag_without_its_value_is_refused_by_name(started: list[ClusterConfig], flag: str) -> None:
-    done = CliRunner().invoke(app, ["up", flag, "--x"])
-    assert isinstance(done.exception, InvalidArgument), done.output
-    assert done.exception.message == f"{flag}: needs a value, and '--x' begins with - as a flag does"
+    for value, given in (("--x", [flag, "--x"]), ("-x", [f"{flag}=-x"])):
+        done = CliRunner().invoke(app, ["up", *given])
+        assert done.exit_code == 2, done.exception
+        said = f"'{flag}': needs a value, and '{value}' begins with - as a flag does"
+        assert said in " ".join(done.output.split())
     assert not started
+
+
+def test_a_path_may_begin_with_a_dash_below_a_directory(
+    started: list[ClusterConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("-c").write_text("[up]\ndecode = 3\n")
+    names = ("model", "draft_model", "api_keys")
+    flags = [part for name in names for part in (f"--{name.replace('_', '-')}", f"./-{name}")]
+    done = CliRunner().invoke(app, ["up", "--config", "./-c", *flags])
+    assert done.exit_code == 0, done.output
+    (config,) = started
+    assert config.decode == 3
+    assert [getattr(config, name) for name in names] == [Path(f"-{name}") for name in names]
+    config = replace(config, model=config.model.resolve(), run_dir=tmp_path)  # as the supervisor has it
+    for plan in plan_services(config, etcd="e:1", ports=list(range(7000, 7040))):
+        values = dict(zip(plan.command, plan.command[1:], strict=False))
+        assert values.get("--draft-model", str(tmp_path / "-draft_model")) == str(tmp_path / "-draft_model")
+        assert not {"-model", "-draft_model", "-api_keys"} & {*plan.command}
 
 
 def test_the_flags_of_text_are_those_of_names_and_files() -> None:
