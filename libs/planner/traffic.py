@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,37 +40,49 @@ class Traffic:
 def read_trace(path: Path) -> Traffic:
     """The mean request of a trace in Mooncake's form; a block that was seen before counts as cached.
 
-    Raises InvalidArgument, naming the line.
+    The rate is of the time from the first request to the last one. Raises InvalidArgument, naming the line.
     """
     seen: set[Any] = set()
     prompts = outputs = cached = 0.0
-    last_ms = n_requests = 0
-    try:
-        with open_regular(path) as file:
-            while line := file.readline(MAX_TRACE_LINE_BYTES + 2):
-                n_requests += 1
-                if n_requests > MAX_TRACE_LINES:
-                    raise InvalidArgument(_FLAG, f"{path} has more than {MAX_TRACE_LINES} lines")
-                entry = _entry(line, f"{path}, line {n_requests}")
-                prompts += entry["input_length"]
-                outputs += entry["output_length"]
-                last_ms = max(last_ms, entry["timestamp"])
-                cached += _cached_tokens(entry["hash_ids"], seen)
-    except OSError as error:
-        raise InvalidArgument(_FLAG, f"cannot read {path}: {error.strerror}") from error
-    if not n_requests:
+    times_ms: list[int] = []
+    for place, line in _lines(path):
+        entry = _entry(line, place)
+        prompts += entry["input_length"]
+        outputs += entry["output_length"]
+        times_ms.append(entry["timestamp"])
+        cached += _cached_tokens(entry["hash_ids"], seen)
+    if not times_ms:
         raise InvalidArgument(_FLAG, f"{path} has no request")
+    n_requests, span_ms = len(times_ms), max(times_ms) - min(times_ms)
     return Traffic(
         prompt_tokens=prompts / n_requests,
         cached_tokens=min(cached, prompts) / n_requests,
         output_tokens=max(outputs / n_requests, 1.0),
-        rate_per_s=n_requests / (last_ms / 1e3) if last_ms else 0.0,
+        rate_per_s=n_requests / (span_ms / 1e3) if span_ms else 0.0,
     )
 
 
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """(file and number, line) of each line that is not blank. Raises InvalidArgument."""
+    try:
+        with open_regular(path) as file:
+            if file.read(len(BOM_UTF8)) != BOM_UTF8:
+                file.seek(0)
+            number = 0
+            while line := file.readline(MAX_TRACE_LINE_BYTES + 2):
+                number += 1
+                if number > MAX_TRACE_LINES:
+                    raise InvalidArgument(_FLAG, f"{path} has more than {MAX_TRACE_LINES} lines")
+                place = f"{path}, line {number}"
+                if len(line.removesuffix(b"\n").removesuffix(b"\r")) > MAX_TRACE_LINE_BYTES:
+                    raise InvalidArgument(_FLAG, f"{place}: has more than {MAX_TRACE_LINE_BYTES} bytes")
+                if line.strip():
+                    yield place, line
+    except OSError as error:
+        raise InvalidArgument(_FLAG, f"cannot read {path}: {error.strerror}") from error
+
+
 def _entry(line: bytes, place: str) -> dict[str, Any]:
-    if len(line.removesuffix(b"\n").removesuffix(b"\r")) > MAX_TRACE_LINE_BYTES:
-        raise InvalidArgument(_FLAG, f"{place}: has more than {MAX_TRACE_LINE_BYTES} bytes")
     try:
         entry = json.loads(line.decode())
     except UnicodeDecodeError as error:

@@ -85,7 +85,7 @@ def _choice(shown: dict[str, Any]) -> str:
 
 def _read(path: Path, name: str) -> Any:
     try:
-        return json.loads(read_bounded(path, max_bytes=MAX_ROUTE_FILE_BYTES).decode())
+        return json.loads(read_bounded(path, max_bytes=MAX_ROUTE_FILE_BYTES).decode("utf-8-sig"))
     except OSError as error:
         raise InvalidArgument(name, f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -21,8 +21,24 @@ def test_mean_request_of_a_trace(tmp_path: Path) -> None:
     )
     assert read_trace(trace) == Traffic(1280.0, 512.0, 20.0, 0.5)
     assert (read_trace(trace).computed_tokens, Traffic(5.0, 5.0).computed_tokens) == (768.0, 1.0)
-    trace.write_text('{"timestamp": 0, "input_length": 1, "output_length": 0}')
+    epoch_ms = 1_700_000_000_000
+    moved = trace.read_text().replace('"timestamp": 0', f'"timestamp": {epoch_ms}')
+    trace.write_text(moved.replace('"timestamp": 4000', f'"timestamp": {epoch_ms + 4000}'))
+    assert read_trace(trace) == Traffic(1280.0, 512.0, 20.0, 0.5)
+    trace.write_text('{"timestamp": 7, "input_length": 1, "output_length": 0}')
     assert read_trace(trace) == Traffic(1.0, 0.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("text", ["\ufeff{line}\n", "{line}\n\n", "\r\n{line}\r\n \r\n", "\ufeff\n{line}"])
+def test_a_mark_of_utf8_and_blank_lines_are_no_requests(tmp_path: Path, text: str) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = '{"timestamp": 0, "input_length": 9, "output_length": 3}'
+    trace.write_bytes(text.replace("{line}", line).encode())
+    assert read_trace(trace) == Traffic(9.0, 0.0, 3.0, 0.0)
+    trace.write_bytes(text.replace("{line}", "[]").encode())
+    number = 1 + text[: text.index("{line}")].count("\n")
+    with pytest.raises(InvalidArgument, match=f"line {number}: needs"):
+        read_trace(trace)
 
 
 def test_a_trace_with_more_lines_than_its_bound_is_refused(
@@ -40,7 +56,6 @@ def test_a_trace_with_more_lines_than_its_bound_is_refused(
 @pytest.mark.parametrize(
     "line",
     [
-        "",
         "[]",
         "{}",
         '{"timestamp": 0, "input_length": -1, "output_length": 1}',

@@ -134,7 +134,7 @@ def _text_of(file: Path) -> str:
         data = stream.read(MAX_CONFIGURATION_BYTES + 1)
     if len(data) > MAX_CONFIGURATION_BYTES:
         raise ValueError(f"{file} has more than {MAX_CONFIGURATION_BYTES} bytes")
-    return data.decode("utf-8")
+    return data.decode("utf-8-sig")
 
 
 def _value(row: Row, section: str, value: Any, *, checks_files: bool) -> Any:

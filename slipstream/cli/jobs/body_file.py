@@ -73,7 +73,7 @@ def read_bodies(file: Path, path: str) -> BodyFile:
 
 def _lines(file: Path) -> list[str]:
     try:
-        return file.read_text(encoding="utf-8").split("\n")  # a JSON text may have other line breaks
+        return file.read_text(encoding="utf-8-sig").split("\n")  # a JSON text may have other line breaks
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "is not UTF-8"
         raise InvalidArgument("FILE", f"{file}: {why}") from None

@@ -16,6 +16,7 @@ from services.router.jobs.webhooks.policy import parse_webhook_hosts
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.cli.app import build_app
+from slipstream.cli.jobs.body_file import read_bodies
 from slipstream.errors import InvalidArgument
 from tests.router.conftest import HELLO, MAX_CONTEXT_TOKENS, WAIT_S, open_router
 from tests.router.support.fake_cluster import FakeCluster
@@ -51,6 +52,13 @@ def test_two_lines_with_one_custom_id_are_refused_by_both_lines(file: Path) -> N
     error = _submit(file).exception
     assert isinstance(error, InvalidArgument) and error.field == "FILE"
     assert error.reason == f"{file}: lines 1 and 4 have the same custom_id 'a'"
+
+
+def test_a_file_may_begin_with_a_mark_of_utf8(tmp_path: Path) -> None:
+    marked = tmp_path / "bodies.jsonl"
+    marked.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n', encoding="utf-8-sig")
+    found = read_bodies(marked, "/v1/completions")
+    assert (found.bodies, found.lines) == ([{"prompt": "a"}, {"prompt": "b"}], [1, 3])
 
 
 def test_answers_are_refused_where_nothing_waits_for_them(file: Path) -> None:

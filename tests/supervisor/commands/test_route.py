@@ -51,6 +51,14 @@ def run(tmp_path: Path, *flags: str, fleet: Any = FLEET, request: Any = REQUEST)
     return result.output
 
 
+def test_a_file_may_begin_with_a_mark_of_utf8(tmp_path: Path) -> None:
+    files = [tmp_path / "fleet.json", tmp_path / "request.json"]
+    for file, content in zip(files, (FLEET, REQUEST), strict=True):
+        file.write_text(json.dumps(content), encoding="utf-8-sig")
+    result = CliRunner().invoke(app, ["route", "--fleet", str(files[0]), "--request", str(files[1])])
+    assert result.exit_code == 0, result.exception
+
+
 def test_json_names_every_candidate_term_and_the_choice(tmp_path: Path) -> None:
     said = json.loads(run(tmp_path, "--json"))
     assert (said["prefill"], said["decode"], said["source"]) == ("p1", "d0", "k0")

@@ -349,6 +349,11 @@ def test_a_tier_that_the_cluster_does_without_is_not_recommended(started: list[C
     assert settings_of(started[-1])["router-0"].autoscale_limits == "prefill=0:0"
 
 
+def test_a_file_may_begin_with_a_mark_of_utf8(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("[up]\ndecode = 7\n", encoding="utf-8-sig")
+    assert ClusterFile.read(tmp_path / "c.toml").config_values()["decode"] == 7
+
+
 def test_the_file_names_its_path_in_errors(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"--config: /.*none.toml: cannot be read: No such file"):
         ClusterFile.read(tmp_path / "none.toml")
