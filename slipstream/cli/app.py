@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,7 @@ _SERVER_COMMANDS = ("up", "down", "kill", "route", "config")
 
 def run() -> None:
     """Run the command line. An error ends it with one line: exit code 2 for wrong arguments, else 1."""
+    _show_log()
     try:
         code = app(standalone_mode=False, prog_name="slipstream")
     except SlipstreamError as error:
@@ -65,6 +67,20 @@ def run() -> None:
     except _USAGE_ERROR as error:
         raise SystemExit(_show_usage_error(error)) from None
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+class _CommandLine(logging.Formatter):
+    """What a library logs as a line like those of commands."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return harmless(f"slipstream: {super().format(record)}")
+
+
+def _show_log() -> None:
+    """Show warnings and errors of libraries on stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_CommandLine())
+    logging.basicConfig(handlers=[handler])
 
 
 def _show_usage_error(error: Any) -> int:

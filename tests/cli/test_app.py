@@ -165,6 +165,13 @@ def test_a_command_that_replaces_none_is_said(tmp_path: Path) -> None:
     assert said == "slipstream: the command keys of acme-plug 1.5 is left out: slipstream has one\n"
 
 
+def test_what_a_library_logs_is_a_line_like_the_others(tmp_path: Path) -> None:
+    warns = "log.warning('the watch of %s failed', '\\x1b[1m/')"
+    text = f"import logging\nlog = logging.getLogger('a')\ndef command():\n    {warns}\n    log.info('more')"
+    install(tmp_path, {"logs": text})
+    assert run_with(str(tmp_path), "logs") == (0, "", "slipstream: the watch of \u241b[1m/ failed\n")
+
+
 def test_sdk_commands_exist_without_the_server_package(sdk_only: Any) -> None:
     listed = CliRunner().invoke(sdk_only, ["--help"]).output
     assert all(f"  {name} " in listed for name in ("chat", "status", "kv", "top", "drain", "restart"))
