@@ -102,7 +102,7 @@ def _points() -> Iterator[EntryPoint]:
 
 
 def _package(package: Distribution | None) -> str:
-    """Its name and version, or its directory where it has no metadata."""
+    """Name and version of a package, or its directory where it has no metadata."""
     if package is None:
         return "an unknown package"
     if name := _metadata(package, "Name"):

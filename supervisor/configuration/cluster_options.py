@@ -70,7 +70,7 @@ def text_value(text: str) -> str:
 
 
 def path_value(text: str | Path) -> Path:
-    """The same of a flag that takes a path, or its default: ./-x is one, and -x is not."""
+    """The path of a flag, or its default: ./-x is one, and -x is refused as `text_value` does."""
     return Path(text_value(str(text)))
 
 
