@@ -162,5 +162,5 @@ def _answer(line: bytes) -> BatchAnswer:
             error_code=error.get("code") or "",
             error=error.get("message") or "",
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         raise DataCorrupt("the file has a line that is no answer of a batch") from None

@@ -71,7 +71,7 @@ class FunctionTool:
         """The arguments of a call. Raises ToolError with words for the model."""
         try:
             data = json.loads(text or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ToolError(f"the arguments are not JSON: {error}") from None
         if not isinstance(data, dict):
             raise ToolError("the arguments are not an object")

@@ -46,7 +46,7 @@ def parse_json(kind: type[KindT], text: str) -> KindT:
         return typing.cast("KindT", _by_pydantic(lambda: kind.model_validate_json(text)))  # type: ignore[attr-defined]
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise AnswerMismatch(f"the answer is not JSON: {error}") from None
     return typing.cast("KindT", value_of(kind, data))
 

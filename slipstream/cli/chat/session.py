@@ -45,7 +45,7 @@ def read_tools(path: Path) -> list[Tool]:
         tools = json.loads(read_bounded(path))
     except OSError as error:
         raise InvalidArgument("--tools", f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument("--tools", f"{path} is not JSON: {error}") from None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InvalidArgument("--tools", f"{path} holds no list of tools")

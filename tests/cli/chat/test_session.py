@@ -252,7 +252,7 @@ def test_a_missing_cluster_and_invalid_tools_raise_errors(tmp_path: Path) -> Non
     with pytest.raises(NotFound, match="no cluster runs"):
         run_chat(ChatOptions(ClientAccess(tmp_path), None, [], {}))
     tools = tmp_path / "tools.json"
-    for text in ("{}", "nonsense", "[1]"):
+    for text in ("{}", "nonsense", "[1]", "[" * 50_000):
         tools.write_text(text)
         with pytest.raises(InvalidArgument, match="--tools"):
             read_tools(tools)

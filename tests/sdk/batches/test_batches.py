@@ -143,7 +143,7 @@ def test_lines_are_put_together_from_pieces(n_bytes: int) -> None:
         assert all(answer.body == body for answer in found)
 
 
-@pytest.mark.parametrize("content", [b"{\n", b"[]\n", b'{"custom_id": "a"}\n'])
+@pytest.mark.parametrize("content", [b"{\n", b"[]\n", b"[" * 50_000 + b"\n", b'{"custom_id": "a"}\n'])
 def test_a_line_that_is_no_answer_is_named(content: bytes) -> None:
     with pytest.raises(DataCorrupt):
         list(AnswerLines().add(content))

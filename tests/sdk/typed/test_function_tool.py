@@ -80,6 +80,7 @@ def test_arguments_have_their_types() -> None:
     ("text", "words"),
     [
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("[]", "not an object"),
         ("{}", r"missing: \['items'\]"),
         ('{"items": [], "more": 1}', r"unknown: \['more'\]"),
