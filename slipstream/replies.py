@@ -7,25 +7,10 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from slipstream.enum_names import transport_name
+from slipstream.enum_names import CACHE_TIERS, FINISH_REASONS, TRANSPORTS
 from slipstream.errors import AnswerMismatch
 from slipstream.typed.type_value import KindT, parse_json
-from slipstream.v1 import common_pb2, router_pb2
-
-_FINISH = {
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
-    common_pb2.FINISH_REASON_ABORTED: "aborted",
-    common_pb2.FINISH_REASON_ERROR: "error",
-}
-_TIER = {
-    common_pb2.CACHE_TIER_WORKER: "worker",
-    common_pb2.CACHE_TIER_DRAM: "dram",
-    common_pb2.CACHE_TIER_NVME: "nvme",
-    common_pb2.CACHE_TIER_POOL: "pool",
-    common_pb2.CACHE_TIER_PEER: "peer",
-}
+from slipstream.v1 import router_pb2
 
 
 @dataclass(slots=True)
@@ -235,10 +220,10 @@ def _add_delta(reply: Reply, delta: router_pb2.Delta) -> Event:
 
 def _finish(reply: Reply, finished: router_pb2.Finished) -> None:
     stats = finished.stats
-    reply.finish_reason = _FINISH.get(finished.finish_reason, "unknown")
+    reply.finish_reason = FINISH_REASONS.name(finished.finish_reason)
     reply.usage = usage_of(finished.usage)
     values = {name: getattr(stats, name) for name in RequestStats.__slots__}
-    reply.stats = RequestStats(**values | {"transport": transport_name(stats.transport)})
+    reply.stats = RequestStats(**values | {"transport": TRANSPORTS.name(stats.transport)})
 
 
 def served_models(response: router_pb2.ListModelsResponse) -> list[ServedModel]:
@@ -269,7 +254,7 @@ def usage_of(usage: router_pb2.Usage) -> Usage:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
-        cached_by_tier={_TIER.get(item.tier, "unknown"): item.tokens for item in usage.cached},
+        cached_by_tier={CACHE_TIERS.name(item.tier): item.tokens for item in usage.cached},
         cost=_amount(usage.cost.amount_pico) if usage.HasField("cost") else None,
         currency=usage.cost.currency,
         reasoning_tokens=usage.reasoning_tokens,

@@ -146,9 +146,9 @@ def _apply(arguments: Mapping[str, Any], request: router_pb2.GenerateRequest) ->
         elif name == "priority":
             if not isinstance(value, str):
                 raise bounds.TYPE.refused("priority", expected="a string")
-            if value not in PRIORITIES:
+            if value not in PRIORITIES.values:
                 raise bounds.PRIORITY.refused("priority")
-            request.priority = PRIORITIES[value]
+            request.priority = PRIORITIES.value(value)
         elif name == "stop":
             texts = [value] if isinstance(value, str) else value
             if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
@@ -243,9 +243,9 @@ def _role(role: Any, path: str) -> router_pb2.MessageRole.ValueType:
         return router_pb2.MESSAGE_ROLE_UNSPECIFIED
     if not isinstance(role, str):
         raise bounds.TYPE.refused(path, expected="a string")
-    if role not in MESSAGE_ROLES:
+    if role not in MESSAGE_ROLES.values:
         raise bounds.ROLE.refused(path)
-    return MESSAGE_ROLES[role]
+    return MESSAGE_ROLES.value(role)
 
 
 def _add_content(message: router_pb2.Message, content: Any, path: str) -> None:
@@ -322,9 +322,9 @@ def _tool(tool: Tool, path: str) -> router_pb2.Tool:
 
 def _tool_choice(choice: str | Mapping[str, Any]) -> router_pb2.ToolChoice:
     if isinstance(choice, str):
-        if choice not in TOOL_CHOICE_MODES or choice == "function":
+        if choice not in TOOL_CHOICE_MODES.values or choice == "function":
             raise bounds.TOOL_CHOICE.refused()
-        return router_pb2.ToolChoice(mode=TOOL_CHOICE_MODES[choice])
+        return router_pb2.ToolChoice(mode=TOOL_CHOICE_MODES.value(choice))
     if isinstance(choice, Mapping) and isinstance(choice.get("allowed_tools"), Mapping):
         return _allowed_tools(choice["allowed_tools"])
     function = choice.get("function") if isinstance(choice, Mapping) else None
@@ -339,6 +339,6 @@ def _allowed_tools(allowed: Mapping[str, Any]) -> router_pb2.ToolChoice:
     if mode not in ("auto", "required") or not isinstance(tools, Sequence) or not tools:
         raise bounds.TOOL_CHOICE.refused()
     names = [tool.get("function", tool).get("name") for tool in tools if isinstance(tool, Mapping)]
-    made = router_pb2.ToolChoice(mode=TOOL_CHOICE_MODES[mode])
+    made = router_pb2.ToolChoice(mode=TOOL_CHOICE_MODES.value(mode))
     _fill_texts(made.allowed, names, "tool_choice.allowed_tools.tools")
     return made

@@ -16,7 +16,7 @@ from libs.common.telemetry.counters import Counters
 from libs.common.transport.base import KvTransport
 from libs.common.worker_bounds import EXPORTED_ROWS_S, MAX_EXPORTED_PIECES
 from libs.worker.engine.feature_memory import ExportedFeatures, FeatureMemory
-from slipstream.enum_names import transport_name
+from slipstream.enum_names import TRANSPORTS
 from slipstream.v1 import common_pb2, drafter_pb2
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class DraftExports:
 
     def opened(self, transport: common_pb2.Transport.ValueType) -> None:
         """The drafter of the stream reads by this transport."""
-        kind = transport_name(transport)
+        kind = TRANSPORTS.name(transport)
         self._is_readable = kind == self._transport.kind
         if not self._is_readable:
             log.info("draft features travel in messages: %s here, %s there", self._transport.kind, kind)

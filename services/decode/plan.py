@@ -14,7 +14,7 @@ from libs.engine.step.types import EngineInfo, SequenceSpec
 from libs.worker.requests.attempts import AttemptKey
 from libs.worker.requests.prompt_cache import PromptCache
 from libs.worker.requests.request_spec import check_fingerprint, parse_prompt, parse_sampling, parse_tokens
-from slipstream.enum_names import transport_name, transport_value
+from slipstream.enum_names import TRANSPORTS
 from slipstream.errors import FailedPrecondition, InvalidArgument
 from slipstream.v1 import decode_pb2, prefill_pb2
 
@@ -90,8 +90,8 @@ def parse_ticket(
     except DecodeError as error:
         raise InvalidArgument("ticket", "is no handoff ticket") from error
     check_fingerprint(fingerprint, ticket.fingerprint, of="the ticket")
-    if ticket.transport != transport_value(transport_kind):
-        name = transport_name(ticket.transport)
+    if ticket.transport != TRANSPORTS.value(transport_kind):
+        name = TRANSPORTS.name(ticket.transport)
         raise FailedPrecondition(f"the exporter speaks {name}, this worker {transport_kind}")
     if ticket.prompt_tokens != spec.context_tokens:
         raise InvalidArgument(

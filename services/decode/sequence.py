@@ -29,7 +29,7 @@ from libs.worker.restore.block_fetcher import FetchStats
 from services.decode.handoff import HandoffPull
 from services.decode.plan import DecodePlan
 from services.decode.speculation import Speculation
-from slipstream.enum_names import finish_name
+from slipstream.enum_names import FINISH_REASONS
 from slipstream.errors import Aborted, DataCorrupt, Internal, SlipstreamError, TransferError
 from slipstream.rpc.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2
@@ -295,7 +295,7 @@ class DecodeSequence(SequenceTask):
             steps=stats.decode_steps,
             proposed_drafts=stats.proposed_drafts,
             accepted_drafts=stats.accepted_drafts,
-            finish=finish_name(self._reason),
+            finish=FINISH_REASONS.name(self._reason),
         )
 
     # ---- deltas

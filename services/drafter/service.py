@@ -26,7 +26,7 @@ from libs.worker.requests.request_spec import pack_tokens, parse_tokens
 from services.drafter.batcher import Batcher, DraftWork, Proposal
 from services.drafter.draft_spans import DraftSpans
 from services.drafter.row_reader import RowReader, SequenceOrder
-from slipstream.enum_names import transport_value
+from slipstream.enum_names import TRANSPORTS
 from slipstream.errors import Draining, InvalidArgument
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc, worker_pb2
 
@@ -124,7 +124,7 @@ class DraftStream(ServerStream[None, Sequence[Proposal] | None]):
         for proposals in answers:
             if proposals is None:
                 assert self._reader is not None
-                response.transport = transport_value(self._reader.transport.kind)
+                response.transport = TRANSPORTS.value(self._reader.transport.kind)
                 continue
             self._room.release()
             for proposal in proposals:

@@ -23,10 +23,9 @@ from services.kvstore.core.puts import Puts, PutSource
 from services.kvstore.core.store import DISK_DEADLINE_S, BlockStore, PinnedBlock
 from services.kvstore.operations import Operations
 from slipstream.block_hashes import HASH_BYTES, pack_hashes, unpack_hashes
-from slipstream.enum_names import transport_name, transport_value
+from slipstream.enum_names import KVSTORE_TIERS, TRANSPORTS
 from slipstream.errors import FailedPrecondition, InvalidArgument, Overloaded
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
-from slipstream.v1.common_pb2 import CacheTier
 
 # A chain of 65,536 blocks of 64 tokens is a context of four million tokens.
 MAX_CHAIN_BLOCKS = 65_536
@@ -35,13 +34,6 @@ MAX_COMMIT_S = 30.0
 MAX_TENANT_TAG_BYTES = 16
 # The answer to a pin or commit must leave before the caller's deadline.
 ANSWER_MARGIN_S = 0.2
-
-# Ordered by how long a pin waits for them.
-_TIER_NAMES = {
-    CacheTier.CACHE_TIER_DRAM: "dram",
-    CacheTier.CACHE_TIER_NVME: "nvme",
-    CacheTier.CACHE_TIER_POOL: "pool",
-}
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -122,7 +114,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
     def _pinned(self, blocks: Sequence[PinnedBlock], lease_id: str, lease_ms: int) -> kvstore_pb2.PinResponse:
         return kvstore_pb2.PinResponse(
             lease_id=lease_id,
-            transport=transport_value(self._transport.kind),
+            transport=TRANSPORTS.value(self._transport.kind),
             transport_session=self._transport.session_id,
             blocks=[
                 kvstore_pb2.PinnedBlock(
@@ -177,8 +169,8 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
     async def Commit(
         self, request: kvstore_pb2.CommitRequest, context: Context
     ) -> kvstore_pb2.CommitResponse:
-        if request.transport != transport_value(self._transport.kind):
-            name = transport_name(request.transport)
+        if request.transport != TRANSPORTS.value(self._transport.kind):
+            name = TRANSPORTS.name(request.transport)
             raise FailedPrecondition(f"this kvstore moves blocks by {self._transport.kind}, not {name}")
         sources = [_source(index, block) for index, block in enumerate(request.blocks)]
         await self._addresses.check_session(request.transport_session)
@@ -243,7 +235,7 @@ class KvstoreServicer(kvstore_pb2_grpc.KvstoreServiceServicer):
 
     def _count_pin(self, blocks: Sequence[PinnedBlock], *, elapsed_s: float) -> None:
         slowest = "dram"
-        for tier, name in _TIER_NAMES.items():
+        for name, tier in KVSTORE_TIERS.values.items():
             n_bytes = sum(pinned.block.n_bytes for pinned in blocks if pinned.tier == tier)
             self._counters.add(f"slipstream_kvstore_hit_bytes_{name}_total", n_bytes)
             slowest = name if n_bytes else slowest

@@ -27,7 +27,7 @@ from libs.worker.restore.block_fetcher import FetchStats
 from services.prefill.handoff_export import HandoffExport
 from services.prefill.handoff_registry import HandoffRegistry
 from services.prefill.plan import PrefillPlan
-from slipstream.enum_names import transport_value
+from slipstream.enum_names import TRANSPORTS
 from slipstream.errors import Aborted, Internal, SlipstreamError
 from slipstream.v1 import common_pb2, prefill_pb2
 
@@ -183,7 +183,7 @@ class PrefillJob(SequenceTask):
             attempt=common_pb2.Attempt(request_id=self.plan.key.request_id, attempt=self.plan.key.attempt),
             fingerprint=self._core.fingerprint.to_proto(),
             control_endpoint=self._endpoint,
-            transport=transport_value(self._core.transport.kind),
+            transport=TRANSPORTS.value(self._core.transport.kind),
             transport_session=self._core.transport.session_id,
             blocks=[prefill_pb2.ExportedBlock(n_bytes=self._core.memory.page_bytes)] * n_blocks,
             prompt_tokens=self.plan.spec.context_tokens,

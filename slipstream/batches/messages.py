@@ -7,17 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.enum_names import value_name
+from slipstream.enum_names import EnumNames, value_name
 from slipstream.errors import DataCorrupt, InvalidArgument
 from slipstream.replies import Usage
 from slipstream.v1 import batches_pb2
 
 _ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
-_PURPOSES = {
-    "": batches_pb2.FILE_PURPOSE_UNSPECIFIED,
-    "batch": batches_pb2.FILE_PURPOSE_BATCH,
-    "batch_output": batches_pb2.FILE_PURPOSE_BATCH_OUTPUT,
-}
+_PURPOSES = EnumNames.of(batches_pb2.FilePurpose, unspecified="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +122,9 @@ def _fault(error: batches_pb2.LineError) -> BatchFault:
 
 def purpose_value(purpose: str) -> batches_pb2.FilePurpose.ValueType:
     """The purpose by its name; "" is any. Raises InvalidArgument."""
-    if purpose not in _PURPOSES:
-        raise InvalidArgument("purpose", f"must be one of {', '.join(filter(None, _PURPOSES))}")
-    return _PURPOSES[purpose]
+    if purpose not in _PURPOSES.values:
+        raise InvalidArgument("purpose", f"must be one of {', '.join(filter(None, _PURPOSES.values))}")
+    return _PURPOSES.value(purpose)
 
 
 class AnswerLines:

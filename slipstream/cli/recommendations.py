@@ -14,7 +14,7 @@ from google.protobuf.json_format import MessageToDict
 from slipstream.cli.fleet.routed_channel import RoutedDial
 from slipstream.cli.port_error import port_error
 from slipstream.cli.tables import figures_table, print_table
-from slipstream.enum_names import role_name, value_name
+from slipstream.enum_names import ROLES, value_name
 from slipstream.errors import FailedPrecondition, NotFound
 from slipstream.rpc.dial import OpenChannel
 from slipstream.v1 import autoscale_pb2, autoscale_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -30,9 +30,9 @@ def as_dict(answer: autoscale_pb2.GetRecommendationsResponse) -> dict[str, Any]:
     """The answer as JSON has it."""
     said = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     for row, message in zip(said["tiers"], answer.tiers, strict=True):
-        row["role"], row["signal"] = role_name(message.role), _signal_name(message)
+        row["role"], row["signal"] = ROLES.name(message.role), _signal_name(message)
     for row, loss in zip(said["losses"], answer.losses, strict=True):
-        row.update(role=role_name(loss.role), lost_tokens=loss.lost_tokens, unique_blocks=loss.unique_blocks)
+        row.update(role=ROLES.name(loss.role), lost_tokens=loss.lost_tokens, unique_blocks=loss.unique_blocks)
     return said
 
 
@@ -41,10 +41,10 @@ def least_loss(
 ) -> tuple[autoscale_pb2.RemovalLoss, int]:
     """(the worker of the tier to drain, how many remain). Raises NotFound, or FailedPrecondition at the
     tier's least number."""
-    losses = [loss for loss in answer.losses if role_name(loss.role) == tier]
+    losses = [loss for loss in answer.losses if ROLES.name(loss.role) == tier]
     if not losses:
         raise NotFound(f"no {tier} worker is there to drain")
-    least = next((row.min_replicas for row in answer.tiers if role_name(row.role) == tier), 0)
+    least = next((row.min_replicas for row in answer.tiers if ROLES.name(row.role) == tier), 0)
     if len(losses) <= least:
         raise FailedPrecondition(f"{len(losses)} {tier} is there, and at least {least} must remain")
     return losses[0], len(losses) - 1
@@ -113,7 +113,7 @@ def _print(answer: autoscale_pb2.GetRecommendationsResponse, *, explain: bool) -
     if explain:
         table.add_column("reason", max_width=_REASON_WIDTH, vertical="bottom")
     for row in answer.tiers:
-        cells = [role_name(row.role), str(row.replicas), str(row.wanted_replicas)]
+        cells = [ROLES.name(row.role), str(row.replicas), str(row.wanted_replicas)]
         if explain:
             cells += [f"{row.value:.3g}", f"{row.target:.3g}", f"{_signal_name(row)}: {row.reason}"]
         table.add_row(*cells)

@@ -16,7 +16,7 @@ from slipstream.cli.fleet.fleet_client import ASK_TIMEOUT_S as ROUTED_TIMEOUT_S
 from slipstream.cli.fleet.fleet_client import FleetClient, fleet_dict, key_of
 from slipstream.cli.port_error import port_error
 from slipstream.cli.tables import cell, figures_table, print_table
-from slipstream.enum_names import eviction_policy_name, role_name, tier_name, transport_name, value_name
+from slipstream.enum_names import CACHE_TIERS, EVICTION_POLICIES, ROLES, TRANSPORTS, value_name
 from slipstream.errors import DeadlineExceeded, SlipstreamError, Unavailable
 from slipstream.rpc.dial import OpenChannel
 from slipstream.rpc.rpc_errors import received
@@ -156,11 +156,14 @@ async def ask_status(endpoint: str, dial: OpenChannel) -> worker_pb2.GetStatusRe
 def status_dict(answer: worker_pb2.GetStatusResponse) -> dict[str, Any]:
     """The answer as JSON has it, fields that are not set included."""
     said = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    said.update(role=role_name(answer.role), transport=transport_name(answer.transport))
+    said.update(role=ROLES.name(answer.role), transport=TRANSPORTS.name(answer.transport))
     if answer.HasField("fingerprint"):
         said["fingerprint"]["kv_dtype"] = value_name(common_pb2.KvDtype, answer.fingerprint.kv_dtype)
     said["evictions"] = [
-        {"tier": tier_name(each.tier), "policies": [eviction_policy_name(policy) for policy in each.policies]}
+        {
+            "tier": CACHE_TIERS.name(each.tier),
+            "policies": [EVICTION_POLICIES.name(policy) for policy in each.policies],
+        }
         for each in answer.evictions
     ]
     return said

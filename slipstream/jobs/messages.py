@@ -10,15 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.calls.durations import milliseconds
+from slipstream.enum_names import EnumNames
 from slipstream.errors import DataCorrupt, InvalidArgument, SlipstreamError
 from slipstream.v1 import jobs_pb2
 
 CHAT_PATH = "/v1/chat/completions"
 # Of one call; the router's own bounds are above these.
 _MOST_JOBS, _MOST_BYTES = 500, 4 << 20
-_PREFIX = "JOB_STATE_"
 _INDEX = re.compile(r"jobs\[(\d{1,9})\]")
-STATES = tuple(name.removeprefix(_PREFIX).lower() for name in jobs_pb2.JobState.keys()[1:])
+_STATES = EnumNames.of(jobs_pb2.JobState, unspecified="")
+STATES = tuple(filter(None, _STATES.values))
 ENDED = frozenset(STATES) - {"queued", "running"}
 
 
@@ -171,7 +172,7 @@ def index_in(field: str) -> tuple[int, str, bool] | None:
 def submitted_job(job: jobs_pb2.Job) -> SubmittedJob:
     """The job of a message."""
     return SubmittedJob(
-        state=jobs_pb2.JobState.Name(job.state).removeprefix(_PREFIX).lower(),
+        state=_STATES.name(job.state),
         **{name: getattr(job, name) for name in SubmittedJob.__slots__ if name != "state"},
     )
 
@@ -216,4 +217,4 @@ def state_value(state: str) -> jobs_pb2.JobState.ValueType:
     """The state by its name; "" is any. Raises InvalidArgument."""
     if state and state not in STATES:
         raise InvalidArgument("state", f"must be one of {', '.join(STATES)}")
-    return jobs_pb2.JobState.Value(f"{_PREFIX}{state.upper()}" if state else f"{_PREFIX}UNSPECIFIED")
+    return _STATES.value(state)

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from slipstream.enum_names import EnumNames
 from slipstream.errors import InvalidArgument
 from slipstream.v1 import router_pb2
 
-USAGE_GROUPS = {
-    name.removeprefix("USAGE_GROUP_").lower(): value for name, value in router_pb2.UsageGroup.items() if value
-}
+USAGE_GROUPS = EnumNames.of(router_pb2.UsageGroup, unspecified=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +41,13 @@ def usage_request(
 ) -> router_pb2.GetUsageRequest:
     """The message of a question. Raises InvalidArgument."""
     for name in group_by:
-        if name not in USAGE_GROUPS:
-            raise InvalidArgument("group_by", f"must be of {', '.join(USAGE_GROUPS)}, not {name!r}")
+        if name not in USAGE_GROUPS.values:
+            raise InvalidArgument("group_by", f"must be of {', '.join(USAGE_GROUPS.values)}, not {name!r}")
     return router_pb2.GetUsageRequest(
-        from_day=from_day, to_day=to_day, group_by=[USAGE_GROUPS[name] for name in group_by], tenant=tenant
+        from_day=from_day,
+        to_day=to_day,
+        group_by=[USAGE_GROUPS.value(name) for name in group_by],
+        tenant=tenant,
     )
 
 

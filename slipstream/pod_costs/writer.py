@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import grpc
 
-from slipstream.enum_names import role_name
+from slipstream.enum_names import ROLES
 from slipstream.errors import FailedPrecondition, NotFound, SlipstreamError
 from slipstream.pod_costs.decision import CostWrite, cost_writes
 from slipstream.pod_costs.kube_api import KubeAddress, KubeSession, kube_session
@@ -32,7 +32,7 @@ async def wanted_costs(router: str, dial: OpenChannel) -> dict[tuple[str, str], 
             )
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
-    return {(role_name(loss.role), loss.instance): loss.deletion_cost for loss in answer.losses}
+    return {(ROLES.name(loss.role), loss.instance): loss.deletion_cost for loss in answer.losses}
 
 
 class PodCostWriter:

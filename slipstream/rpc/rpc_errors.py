@@ -17,7 +17,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from slipstream import bounds, errors
-from slipstream.enum_names import failure_code_name, failure_code_value
+from slipstream.enum_names import FAILURE_CODES
 from slipstream.v1 import common_pb2
 
 ResponseT = TypeVar("ResponseT")
@@ -48,7 +48,7 @@ _BY_CODE: dict[str, type[errors.SlipstreamError]] = {
 def to_failure(error: errors.SlipstreamError) -> common_pb2.Failure:
     """The error as it travels inside a shared stream."""
     return common_pb2.Failure(
-        code=failure_code_value(error.code),
+        code=FAILURE_CODES.value(error.code),
         reason=type(error).__name__,
         message=error.message,
         field=getattr(error, "field", None) or "",
@@ -58,7 +58,7 @@ def to_failure(error: errors.SlipstreamError) -> common_pb2.Failure:
 
 def from_failure(failure: common_pb2.Failure) -> errors.SlipstreamError:
     """Inverse of `to_failure`; an unknown reason becomes the nearest class for its code."""
-    code = failure_code_name(failure.code)
+    code = FAILURE_CODES.name(failure.code)
     return _build(failure.reason, code, failure.message, failure.field, failure.retry_after_ms)
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from slipstream.cli.app import app
 from slipstream.cli.recommendations import as_dict
 from slipstream.cluster_record import secret_file
-from slipstream.enum_names import role_name
+from slipstream.enum_names import ROLES
 from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound
 from slipstream.rpc.peer_token import TOKEN_HEADER
 from slipstream.v1 import (
@@ -84,7 +84,7 @@ class AdminPort(autoscale_pb2_grpc.AutoscaleServiceServicer, fleet_pb2_grpc.Flee
 
     async def CallProcess(self, request: Any, context: Any) -> AsyncIterator[Any]:
         assert request.method == "/slipstream.v1.WorkerService/Drain"
-        self.drained.append(f"{role_name(request.role)}/{request.instance}")
+        self.drained.append(f"{ROLES.name(request.role)}/{request.instance}")
         yield fleet_pb2.CallProcessResponse(message=worker_pb2.DrainResponse().SerializeToString())
 
 

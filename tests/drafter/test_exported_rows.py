@@ -24,7 +24,7 @@ from libs.engine.step.draft_head import HeadRows
 from libs.worker.engine.feature_memory import ExportedFeatures, FeatureMemory
 from libs.worker.requests.messages import FEATURE_BYTES, pack_features
 from services.drafter.row_reader import RowReader
-from slipstream.enum_names import transport_value
+from slipstream.enum_names import TRANSPORTS
 from slipstream.errors import InvalidArgument
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import common_pb2, drafter_pb2
@@ -136,7 +136,7 @@ async def test_exported_rows_become_the_context(kind: str) -> None:
     async with decode_memory(kind) as memory, running_drafter(head, transport=open_transport(kind)) as node:
         call = open_stream(node)
         greeting = await call.read()
-        assert greeting.transport == transport_value(kind) and not greeting.proposals
+        assert greeting.transport == TRANSPORTS.value(kind) and not greeting.proposals
         await call.write(memory.request(memory.extend("a", 4, [5, 6, 7]), extend("b", 0, [9])))
         assert await answers(call, 2) == {("a", 8): [8, 9, 10], ("b", 2): [10, 11, 12]}
         (rows,) = [rows for rows in head.got if rows.seq_id.endswith("/a")]

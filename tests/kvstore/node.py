@@ -19,7 +19,7 @@ from libs.common.cluster.fingerprint import Fingerprint
 from libs.common.transport.base import KvTransport, ReadOp
 from libs.common.transport.registered_memory import PageAlignedMemory
 from slipstream.block_hashes import pack_hashes, unpack_hashes
-from slipstream.enum_names import transport_value
+from slipstream.enum_names import TRANSPORTS
 from slipstream.rpc.dial import dial
 from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -126,7 +126,7 @@ class Client:
     ) -> kvstore_pb2.CommitResponse:
         request = kvstore_pb2.CommitRequest(
             reservation_id=reservation_id,
-            transport=transport_value(self.transport.kind),
+            transport=TRANSPORTS.value(self.transport.kind),
             transport_session=self.transport.session_id,
             blocks=blocks,
         )

@@ -17,7 +17,7 @@ from libs.common.cluster.worker_record import Role
 from libs.common.cluster.worker_service import INCARNATION_VARIABLE
 from libs.common.etcd.client import EtcdClient
 from slipstream.cluster_record import ProcessRecord
-from slipstream.enum_names import role_name
+from slipstream.enum_names import ROLES
 from slipstream.operator_access import operator_dial
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 from supervisor.cluster import ClusterSupervisor
@@ -78,7 +78,7 @@ async def test_the_five_services_start_and_stop(
     async with ClusterSupervisor(config, say=said.append, rng=OwnPorts()) as cluster:
         services = [process for process in cluster.record().processes if process.role != "etcd"]
         found = await asyncio.gather(*(status_of(cluster, process.instance) for process in services))
-        assert [(role_name(s.role), s.instance) for s in found] == [(p.role, p.instance) for p in services]
+        assert [(ROLES.name(s.role), s.instance) for s in found] == [(p.role, p.instance) for p in services]
         assert len({s.incarnation for s in found} | {"ours"}) == len(found) + 1
         starting = said.pop(0)
         assert starting == "starting etcd, 1 kvstore, 1 prefill, 1 decode, 1 drafter, 1 router"

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.enum_names import kv_dtype_value
+from slipstream.enum_names import KV_DTYPES
 from slipstream.v1 import common_pb2
 
 # Version of the page layout: [layers, block_tokens, latent | roped key], rows interleaved RoPE.
@@ -47,13 +47,13 @@ class Fingerprint:
         return state.digest()
 
     def to_proto(self) -> common_pb2.Fingerprint:
-        """The message, with the digest. Raises ValueError for a KV type that the contract lacks."""
+        """The message, with the digest. Raises KeyError for a KV type that the contract lacks."""
         return common_pb2.Fingerprint(
             digest=self.digest,
             model=self.model,
             tokenizer=self.tokenizer,
             template=self.template,
-            kv_dtype=kv_dtype_value(self.kv_dtype),
+            kv_dtype=KV_DTYPES.value(self.kv_dtype),
             block_tokens=self.block_tokens,
             layout_version=self.layout_version,
             drafter=self.drafter,

@@ -25,7 +25,7 @@ import grpc
 
 from libs.common.rpc.access import current_caller
 from libs.common.service_bounds import LOAD_WATCHERS
-from slipstream.enum_names import role_value, transport_value
+from slipstream.enum_names import ROLES, TRANSPORTS
 from slipstream.errors import Draining, FailedPrecondition, Overloaded
 from slipstream.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
@@ -175,11 +175,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.GetStatusResponse:
         return worker_pb2.GetStatusResponse(
-            role=role_value(self._identity.role),
+            role=ROLES.value(self._identity.role),
             instance=self._identity.instance,
             incarnation=self._identity.incarnation,
             fingerprint=self._identity.fingerprint,
-            transport=transport_value(self._identity.transport),
+            transport=TRANSPORTS.value(self._identity.transport),
             load=self._report(),
             ledger=self._process.ledger(),
             uptime_ms=int((time.monotonic() - self._started_at) * 1000),

@@ -26,7 +26,7 @@ from libs.worker.engine.page_exporter import ExportedPage, PageExporter
 from libs.worker.pins.peers import Peers
 from libs.worker.requests.tenant_tag import tenant_tag
 from slipstream.block_hashes import pack_hashes, unpack_hashes
-from slipstream.enum_names import transport_value
+from slipstream.enum_names import TRANSPORTS
 from slipstream.errors import SlipstreamError, Unavailable
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
@@ -284,7 +284,7 @@ def commit_request(
     """The request of a put's second phase, for the leading blocks, which are exported."""
     return kvstore_pb2.CommitRequest(
         reservation_id=reservation_id,
-        transport=transport_value(transport.kind),
+        transport=TRANSPORTS.value(transport.kind),
         transport_session=transport.session_id,
         blocks=[
             kvstore_pb2.SourceBlock(

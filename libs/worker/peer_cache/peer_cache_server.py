@@ -27,7 +27,7 @@ from libs.worker.engine.engine_thread import EngineThread
 from libs.worker.engine.page_exporter import ExportedPage, PageExporter
 from libs.worker.requests.request_spec import check_fingerprint
 from slipstream.block_hashes import unpack_hashes
-from slipstream.enum_names import transport_value
+from slipstream.enum_names import TRANSPORTS
 from slipstream.errors import InvalidArgument, NotFound
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 
@@ -132,7 +132,7 @@ class PeerCacheServer(kvstore_pb2_grpc.KvstoreServiceServicer):
     ) -> kvstore_pb2.PinResponse:
         return kvstore_pb2.PinResponse(
             lease_id=lease_id,
-            transport=transport_value(self._transport.kind),
+            transport=TRANSPORTS.value(self._transport.kind),
             transport_session=self._transport.session_id,
             blocks=[
                 kvstore_pb2.PinnedBlock(

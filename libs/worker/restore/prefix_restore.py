@@ -24,7 +24,7 @@ from libs.worker.restore.block_fetcher import BlockFetcher, FetchStats, RemoteBl
 from libs.worker.restore.restore_budget import FLOOR_MS, RestoreBudget
 from libs.worker.restore.source_probes import SourceProbes
 from slipstream.block_hashes import pack_hashes
-from slipstream.enum_names import tier_names, transport_name, transport_value
+from slipstream.enum_names import TRANSPORTS, tier_names
 from slipstream.errors import SlipstreamError, TransferError
 from slipstream.v1 import common_pb2, kvstore_pb2, kvstore_pb2_grpc
 
@@ -309,8 +309,8 @@ class PrefixRestorer:
     ) -> Sequence[kvstore_pb2.PinnedBlock]:
         """The leading pinned blocks whose transport and size fit this worker."""
         blocks = pinned.blocks[:n_wanted]
-        if blocks and pinned.transport != transport_value(self._transport_kind):
-            name = transport_name(pinned.transport)
+        if blocks and pinned.transport != TRANSPORTS.value(self._transport_kind):
+            name = TRANSPORTS.name(pinned.transport)
             log.warning("%s uses transport %s, this worker %s", endpoint, name, self._transport_kind)
             return []
         if blocks and not self._peers.addresses.knows_session(pinned.transport_session):

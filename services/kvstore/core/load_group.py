@@ -14,7 +14,7 @@ from services.kvstore.dram.slots import Block
 from services.kvstore.loading.promotion import Promoter, Promotion
 from services.kvstore.pool.promotion import PoolPromotion
 from services.kvstore.pool.tier import PoolTier
-from slipstream.enum_names import tier_name
+from slipstream.enum_names import CACHE_TIERS
 from slipstream.v1.common_pb2 import CacheTier
 
 _NVME, _POOL = CacheTier.CACHE_TIER_NVME, CacheTier.CACHE_TIER_POOL
@@ -88,7 +88,7 @@ class LoadGroup:
             return
         tracing.annotate(
             load.span,
-            tier=tier_name(load.tier),
+            tier=CACHE_TIERS.name(load.tier),
             wanted_blocks=load.n_wanted,
             blocks=load.pending.loaded_blocks,
             bytes=load.pending.loaded_bytes,

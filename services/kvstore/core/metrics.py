@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.kvstore.core.store import BlockStore
-from slipstream.enum_names import eviction_policy_value
+from slipstream.enum_names import EVICTION_POLICIES
 from slipstream.v1 import common_pb2, worker_pb2
 
 
@@ -49,7 +49,7 @@ def evicted_and_wanted(store: BlockStore) -> tuple[float, float]:
 
 def evictions(store: BlockStore) -> list[worker_pb2.TierEviction]:
     """The policies that each tier of the node follows. The pool evicts by itself."""
-    followed = map(eviction_policy_value, store.dram.table.policies_followed)
+    followed = map(EVICTION_POLICIES.value, store.dram.table.policies_followed)
     found = [worker_pb2.TierEviction(tier=common_pb2.CACHE_TIER_DRAM, policies=followed)]
     if store.disk is not None:
         reuse = worker_pb2.EVICTION_POLICY_EXPECTED_REUSE

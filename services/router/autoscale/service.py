@@ -10,7 +10,7 @@ from services.router.autoscale.decision import prefill_per_decode, recommend_all
 from services.router.autoscale.removal import WorkerHoldings, deletion_cost, removal_order
 from services.router.autoscale.signals import FleetSignals
 from services.router.autoscale.types import AutoscalePolicy, Recommendation
-from slipstream.enum_names import role_value
+from slipstream.enum_names import ROLES
 from slipstream.v1 import autoscale_pb2, autoscale_pb2_grpc
 
 SERVICE_NAME = "slipstream.v1.AutoscaleService"
@@ -39,7 +39,7 @@ class AutoscaleService(autoscale_pb2_grpc.AutoscaleServiceServicer):
 
 def _tier(found: Recommendation) -> autoscale_pb2.TierRecommendation:
     return autoscale_pb2.TierRecommendation(
-        role=role_value(found.role),
+        role=ROLES.value(found.role),
         replicas=found.replicas,
         wanted_replicas=found.wanted,
         min_replicas=found.limits.least,
@@ -54,7 +54,7 @@ def _tier(found: Recommendation) -> autoscale_pb2.TierRecommendation:
 
 def _loss(holdings: WorkerHoldings) -> autoscale_pb2.RemovalLoss:
     return autoscale_pb2.RemovalLoss(
-        role=role_value(holdings.role),
+        role=ROLES.value(holdings.role),
         instance=holdings.instance,
         endpoint=holdings.endpoint,
         lost_tokens=holdings.lost_tokens,

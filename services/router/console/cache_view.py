@@ -14,7 +14,7 @@ from services.router.console.worker_statuses import WorkerStatuses
 from services.router.execution.sessions import Sessions
 from services.router.recording.recorder import RequestRecorder
 from services.router.workers.fleet import RouterFleet
-from slipstream.enum_names import eviction_policy_name, tier_name
+from slipstream.enum_names import CACHE_TIERS, EVICTION_POLICIES
 from slipstream.errors import InvalidArgument
 from slipstream.v1 import worker_pb2
 
@@ -108,9 +108,9 @@ class CacheView:
 
 def _shown_evictions(evictions: Sequence[worker_pb2.TierEviction]) -> Iterator[dict[str, str]]:
     for eviction in evictions[:_MAX_POLICIES]:
-        names = [eviction_policy_name(policy) for policy in eviction.policies[:_MAX_POLICIES]]
+        names = [EVICTION_POLICIES.name(policy) for policy in eviction.policies[:_MAX_POLICIES]]
         if names:
-            tier = tier_name(eviction.tier)
+            tier = CACHE_TIERS.name(eviction.tier)
             yield {"tier": _SHOWN_TIERS.get(tier, tier), "policy": ", ".join(names)}
 
 

@@ -13,7 +13,7 @@ from services.router.workers.connection import WorkerConnection
 from services.router.workers.decode_client import DecodeClient
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream import errors
-from slipstream.enum_names import tier_name
+from slipstream.enum_names import CACHE_TIERS
 from slipstream.rpc.rpc_errors import from_failure
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2
 
@@ -197,7 +197,7 @@ def note_restored(
     """Note from where a worker restored KV that it had not in its own pages."""
     for item in cached:
         if item.tier != common_pb2.CACHE_TIER_WORKER:
-            tier = tier_name(item.tier)
+            tier = CACHE_TIERS.name(item.tier)
             timeline.note("restored", attempt=attempt, worker=worker, tokens=item.tokens, text=tier)
 
 

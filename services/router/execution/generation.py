@@ -34,7 +34,7 @@ from services.router.request.types import Caller, ChatInput, GenerationRequest
 from services.router.request.validation import prompt_field
 from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream import errors
-from slipstream.enum_names import finish_name
+from slipstream.enum_names import FINISH_REASONS
 from slipstream.sampling import OutputConstraint
 from slipstream.v1 import common_pb2, router_pb2
 
@@ -354,8 +354,8 @@ class GenerationTask:
         if self.metered is not None:
             self.metered.state_cost(usage)
             self.metered.usage = usage
-        stats.finish(usage, finish_reason=finish_name(finish))
-        self.context.counters.add("slipstream_requests_finished_total", labels=(finish_name(finish),))
+        stats.finish(usage, finish_reason=FINISH_REASONS.name(finish))
+        self.context.counters.add("slipstream_requests_finished_total", labels=(FINISH_REASONS.name(finish),))
         if tracing.enabled():
             tracing.annotate(
                 prompt_tokens=usage.prompt_tokens,
@@ -363,9 +363,9 @@ class GenerationTask:
                 tokens=usage.completion_tokens,
                 ttft_ms=stats.ttft_ms,
                 attempts=stats.attempts,
-                finish=finish_name(finish),
+                finish=FINISH_REASONS.name(finish),
             )
-            self._describe_answer(usage, finish_name(finish))
+            self._describe_answer(usage, FINISH_REASONS.name(finish))
         event = router_pb2.GenerateEvent()
         finished = event.finished
         finished.finish_reason = finish

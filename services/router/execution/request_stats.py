@@ -13,7 +13,7 @@ from services.router.execution.attempt_types import TokenBatch
 from services.router.placement.types import PlacementDecision
 from services.router.recording.timeline import RequestTimeline
 from slipstream import errors
-from slipstream.enum_names import tier_name, transport_value
+from slipstream.enum_names import CACHE_TIERS, TRANSPORTS
 from slipstream.v1 import common_pb2, decode_pb2, router_pb2
 
 
@@ -176,7 +176,7 @@ class StatsRecorder:
             ttft_ms=self.ttft_ms,
             decode_ms=self._decode_s * 1e3,
             kv_bytes_pulled=stats.kv_bytes_pulled,
-            transport=transport_value(self._transport),
+            transport=TRANSPORTS.value(self._transport),
             decode_steps=stats.decode_steps,
             proposed_drafts=stats.proposed_drafts,
             accepted_drafts=stats.accepted_drafts,
@@ -189,7 +189,7 @@ class StatsRecorder:
     def _source(self, tier: common_pb2.CacheTier.ValueType) -> str:
         """Where cached KV was: a tier's name, or the role of the worker that had it in its own pages."""
         if tier != common_pb2.CACHE_TIER_WORKER:
-            return tier_name(tier)
+            return CACHE_TIERS.name(tier)
         return (Role.PREFILL if self._first_prefill else Role.DECODE).value
 
     @property

@@ -8,13 +8,13 @@ from libs.common.cluster.kvstore_room import kvstore_rooms
 from libs.common.cluster.worker_record import FleetSnapshot, Role, Worker
 from libs.common.fleet_bounds import MAX_SHOWN_PROCESSES
 from services.router.workers.connection import WorkerConnection
-from slipstream.enum_names import role_value
+from slipstream.enum_names import ROLES
 from slipstream.v1 import fleet_pb2, worker_pb2
 
 READY = fleet_pb2.PROCESS_STATE_READY
 SILENT = fleet_pb2.PROCESS_STATE_SILENT
 DRAINING = fleet_pb2.PROCESS_STATE_DRAINING
-_KVSTORE = role_value(Role.KVSTORE)
+_KVSTORE = ROLES.value(Role.KVSTORE)
 
 Reports = Mapping[str, worker_pb2.LoadReport | None]
 
@@ -83,7 +83,7 @@ def _process(
     worker: Worker, state: fleet_pb2.ProcessState.ValueType, report: worker_pb2.LoadReport | None
 ) -> fleet_pb2.FleetProcess:
     return fleet_pb2.FleetProcess(
-        role=role_value(worker.role),
+        role=ROLES.value(worker.role),
         instance=worker.instance,
         incarnation=worker.incarnation,
         endpoint=worker.admin or worker.endpoint,

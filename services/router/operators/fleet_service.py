@@ -17,7 +17,7 @@ from services.router.operators.fleet_report import find_process, fleet_processes
 from services.router.operators.process_calls import ProcessCalls
 from services.router.workers.fleet import RouterFleet
 from services.router.workers.router_peers import RouterPeers
-from slipstream.enum_names import role_name
+from slipstream.enum_names import ROLES
 from slipstream.errors import InvalidArgument, NotFound
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2
 
@@ -72,7 +72,7 @@ class FleetService(fleet_pb2_grpc.FleetServiceServicer):
     ) -> AsyncIterator[fleet_pb2.CallProcessResponse]:
         if not request.instance:
             raise InvalidArgument("instance", "is empty")
-        role = role_name(request.role)
+        role = ROLES.name(request.role)
         members = shown_members(self._members.current, self._own)
         worker = find_process(members, role, request.instance)
         if worker is None:

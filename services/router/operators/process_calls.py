@@ -16,7 +16,7 @@ import grpc
 from libs.common.cluster.load_report import keep_plausible
 from libs.common.cluster.worker_record import Role, Worker
 from slipstream.bound import shown
-from slipstream.enum_names import role_name, role_value
+from slipstream.enum_names import ROLES
 from slipstream.errors import InvalidArgument, Unavailable
 from slipstream.rpc.caller_class import CallerClass
 from slipstream.rpc.cluster_secret import ClusterSecret
@@ -102,7 +102,7 @@ class ProcessCalls:
         endpoint = worker.admin or worker.endpoint
         if identify_s is None:
             return dial(endpoint)
-        named, found = (role_value(worker.role), worker.instance), ""
+        named, found = (ROLES.value(worker.role), worker.instance), ""
         for _ in range(_TRIES if worker.role is Role.ROUTER else 1):
             channel, is_named = dial(endpoint), False
             try:
@@ -114,7 +114,7 @@ class ProcessCalls:
             finally:
                 if not is_named:
                     await channel.close()
-            found = shown(f"{role_name(status.role)}/{status.instance}")
+            found = shown(f"{ROLES.name(status.role)}/{status.instance}")
         raise Unavailable(f"{worker.role}/{worker.instance} was not reached: {found} answers at {endpoint}")
 
 

@@ -20,7 +20,7 @@ from libs.common.cluster.worker_record import Role, Worker
 from libs.common.telemetry.paced_warnings import WARN_EVERY_S, PacedWarnings
 from services.router.workers.prefill_client import PrefillClient, PrefillListener, RemotePrefill
 from services.router.workers.prompt_delta import OutgoingPrompt
-from slipstream.enum_names import role_name, transport_name
+from slipstream.enum_names import ROLES, TRANSPORTS
 from slipstream.errors import Unavailable
 from slipstream.rpc.backoff import ANSWER_S, Backoff
 from slipstream.rpc.credential_fault import credential_fault, lasting_fault
@@ -261,7 +261,7 @@ class WorkerConnection:
     async def _identify(self) -> None:
         status = received(await first_answer(self._ask_status), sender=self.worker.instance)
         named = (self.worker.role, self.worker.instance, self.worker.incarnation)
-        role = role_name(status.role)
+        role = ROLES.name(status.role)
         if (role, status.instance, status.incarnation) != named:
             if (role, status.instance) == named[:2]:  # a later run of the process
                 self.settle(has_ended=True)
@@ -272,7 +272,7 @@ class WorkerConnection:
             raise _WrongWorker("has another tokenizer or chat template than this router")
         self.fingerprint = status.fingerprint if status.fingerprint.digest else None
         self.digest = status.fingerprint.digest.hex()
-        self.transport = transport_name(status.transport)
+        self.transport = TRANSPORTS.name(status.transport)
 
     async def _ask_status(self) -> worker_pb2.GetStatusResponse:
         return await self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=_STATUS_TIMEOUT_S)

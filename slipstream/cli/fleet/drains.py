@@ -15,7 +15,7 @@ import grpc
 from slipstream.cli.fleet.fleet_client import FleetClient, key_of
 from slipstream.cli.fleet.restart_waves import restart_waves, skipped_line
 from slipstream.cli.port_error import port_error
-from slipstream.enum_names import role_name
+from slipstream.enum_names import ROLES
 from slipstream.errors import DeadlineExceeded, Unavailable
 from slipstream.rpc.dial import OpenChannel
 from slipstream.v1 import fleet_pb2, worker_pb2, worker_pb2_grpc
@@ -78,7 +78,7 @@ async def restart(client: FleetClient, name: str | None, *, timeout_s: float) ->
         await _restart(client, [await client.find(name)], timeout_s=timeout_s)
         return
     processes = (await client.get()).processes
-    for wave in restart_waves((role_name(process.role), key_of(process)) for process in processes):
+    for wave in restart_waves((ROLES.name(process.role), key_of(process)) for process in processes):
         now = {key_of(process): process for process in (await client.get()).processes}
         there = [now[key] for key in wave if key in now]  # others have left meanwhile
         drained = [process for process in there if process.state == fleet_pb2.PROCESS_STATE_DRAINING]

@@ -10,7 +10,7 @@ from google.protobuf.json_format import MessageToDict
 
 from slipstream.cli.fleet.routed_channel import RoutedDial
 from slipstream.cli.port_error import OPERATORS_CREDENTIAL, port_error
-from slipstream.enum_names import role_name
+from slipstream.enum_names import ROLES, EnumNames
 from slipstream.errors import InvalidArgument, NotFound, SlipstreamError, Unavailable
 from slipstream.rpc.dial import OpenChannel
 from slipstream.rpc.rpc_errors import received
@@ -18,16 +18,12 @@ from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 
 ASK_TIMEOUT_S = 5.0
 
-_STATES = {
-    fleet_pb2.PROCESS_STATE_READY: "ready",
-    fleet_pb2.PROCESS_STATE_SILENT: "silent",
-    fleet_pb2.PROCESS_STATE_DRAINING: "draining",
-}
+_STATES = EnumNames.of(fleet_pb2.ProcessState, unspecified=None)
 
 
 def state_name(process: fleet_pb2.FleetProcess) -> str:
     """ready, silent or draining; unknown for a value of a later contract."""
-    return _STATES.get(process.state, "unknown")
+    return _STATES.name(process.state)
 
 
 def fleet_dict(fleet: fleet_pb2.GetFleetResponse) -> dict[str, Any]:
@@ -36,7 +32,7 @@ def fleet_dict(fleet: fleet_pb2.GetFleetResponse) -> dict[str, Any]:
         fleet, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
     for row, process in zip(said["processes"], fleet.processes, strict=True):
-        row.update(role=role_name(process.role), state=state_name(process))
+        row.update(role=ROLES.name(process.role), state=state_name(process))
         row.setdefault("load", None)
     return said
 
@@ -100,4 +96,4 @@ class FleetClient:
 
 def key_of(process: fleet_pb2.FleetProcess) -> str:
     """role/instance, which one process has."""
-    return f"{role_name(process.role)}/{process.instance}"
+    return f"{ROLES.name(process.role)}/{process.instance}"

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from slipstream.enum_names import role_value
+from slipstream.enum_names import ROLES
 from slipstream.errors import Unavailable
 from slipstream.rpc.dial import OpenChannel
 from slipstream.rpc.token_channel import WrappedChannel
@@ -39,7 +39,7 @@ class _RoutedChannel(WrappedChannel):
 
     def __init__(self, channel: grpc.aio.Channel, role: str, instance: str) -> None:
         super().__init__(channel)
-        self._role = role_value(role)
+        self._role = ROLES.value(role)
         self._instance = instance
         self._stub: fleet_pb2_grpc.FleetServiceAsyncStub = fleet_pb2_grpc.FleetServiceStub(channel)
 

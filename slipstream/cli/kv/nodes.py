@@ -12,7 +12,7 @@ import grpc
 from slipstream.cli.access import OperatorAccess
 from slipstream.cli.fleet.fleet_client import key_of
 from slipstream.cluster_record import ClusterRecord, read_record
-from slipstream.enum_names import role_name
+from slipstream.enum_names import ROLES
 from slipstream.errors import InvalidArgument, NotFound, SlipstreamError
 from slipstream.rpc.dial import OpenChannel
 from slipstream.rpc.rpc_errors import from_rpc_error
@@ -58,7 +58,7 @@ def _routed(access: OperatorAccess, named: Sequence[str], direct: Mapping[str, s
         raise InvalidArgument("--node", "with --router is the name of a node, as discovery has it")
     client = access.fleet_client()
     fleet = asyncio.run(client.get())
-    nodes = {each.instance: key_of(each) for each in fleet.processes if role_name(each.role) == _ROLE}
+    nodes = {each.instance: key_of(each) for each in fleet.processes if ROLES.name(each.role) == _ROLE}
     return Nodes(_chosen(nodes, named), client.process_dial())
 
 

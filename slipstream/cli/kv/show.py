@@ -13,17 +13,12 @@ from slipstream.cli.chat.harmless_text import harmless_line
 from slipstream.cli.kv.nodes import NodeReply, Nodes, ask_all
 from slipstream.cli.status import check_all_answered
 from slipstream.cli.tables import figures_table, print_table
+from slipstream.enum_names import KVSTORE_TIERS
 from slipstream.errors import DataCorrupt
 from slipstream.v1 import kv_events_pb2_grpc, worker_pb2, worker_pb2_grpc
-from slipstream.v1.common_pb2 import CacheTier
 
 _ASK_S = 5.0
 _LIST_S = 60.0
-TIERS = {
-    CacheTier.CACHE_TIER_DRAM: "dram",
-    CacheTier.CACHE_TIER_NVME: "nvme",
-    CacheTier.CACHE_TIER_POOL: "pool",
-}
 # What is not called alike in all tiers.
 _REWANTED = {
     "dram": "evicted_rerequested",
@@ -141,7 +136,7 @@ async def _status(channel: grpc.aio.Channel) -> worker_pb2.GetStatusResponse:
 
 def _blocks(held: Mapping[int, set[bytes]], prefix: str, limit: int) -> dict[str, Any]:
     tiers: dict[bytes, list[str]] = {}
-    for tier, name in TIERS.items():
+    for name, tier in KVSTORE_TIERS.values.items():
         for block_hash in held.get(tier, ()):
             tiers.setdefault(block_hash, []).append(name)
     chosen = sorted(block_hash for block_hash in tiers if block_hash.hex().startswith(prefix))
@@ -181,7 +176,7 @@ def _node(answer: NodeReply[worker_pb2.GetStatusResponse]) -> dict[str, Any]:
     return {
         "node": answer.node,
         "error": "",
-        "tiers": {name: tier(name) for name in TIERS.values()},
+        "tiers": {name: tier(name) for name in KVSTORE_TIERS.values},
         "totals": {heading: figure(name) for heading, name in _TOTALS.items()},
         "held": {
             "pins": ledger.pins,

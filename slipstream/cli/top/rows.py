@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from slipstream.cli.fleet.fleet_client import state_name
-from slipstream.enum_names import role_name
+from slipstream.enum_names import ROLES
 from slipstream.v1 import fleet_pb2, worker_pb2
 
 TIERS = ("router", "prefill", "decode", "drafter", "kvstore")
@@ -73,7 +73,7 @@ def view_of(fleet: fleet_pb2.GetFleetResponse) -> FleetRows:
 
 
 def _row(process: fleet_pb2.FleetProcess) -> ProcessRow:
-    tier, state = role_name(process.role), state_name(process)
+    tier, state = ROLES.name(process.role), state_name(process)
     if not process.HasField("load"):
         return ProcessRow(tier, process.instance, state)
     load = process.load

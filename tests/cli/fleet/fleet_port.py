@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from slipstream.enum_names import role_value
+from slipstream.enum_names import ROLES
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2
 
 READY, DRAINING = fleet_pb2.PROCESS_STATE_READY, fleet_pb2.PROCESS_STATE_DRAINING
@@ -22,7 +22,7 @@ def process(role: str, number: int = 0, *, incarnation: str = "1", **load: Any) 
     """A ready process with this load."""
     report = worker_pb2.LoadReport(**load) if load else None
     return fleet_pb2.FleetProcess(
-        role=role_value(role),
+        role=ROLES.value(role),
         instance=f"{role}-{number}",
         incarnation=incarnation,
         endpoint=f"10.0.0.{number % 250}:7000",

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from bench.autoscale.hpa import PERIOD_S, HpaController
 from libs.common.cluster.worker_record import Role
 from slipstream.cli.app import app
-from slipstream.enum_names import role_name
+from slipstream.enum_names import ROLES
 from slipstream.keda import externalscaler_pb2 as keda
 from slipstream.keda import externalscaler_pb2_grpc
 from slipstream.operator_access import operator_dial
@@ -57,13 +57,13 @@ class Scaler:
 
     def replicas(self) -> int:
         """The decode workers that the router counts."""
-        (tier,) = [tier for tier in self.recommendations().tiers if role_name(tier.role) == "decode"]
+        (tier,) = [tier for tier in self.recommendations().tiers if ROLES.name(tier.role) == "decode"]
         return tier.replicas
 
     def losses(self) -> dict[str, int]:
         """The tokens that the removal of each decode worker loses, the least first."""
         found = self.recommendations().losses
-        return {loss.instance: loss.lost_tokens for loss in found if role_name(loss.role) == "decode"}
+        return {loss.instance: loss.lost_tokens for loss in found if ROLES.name(loss.role) == "decode"}
 
     def _call(self, stub: Any, method: str, asked: Any) -> Any:
         async def call() -> Any:

@@ -20,7 +20,8 @@ from services.kvstore.pool.config import PoolOptions
 from services.kvstore.pool.tier import PoolTier
 from services.kvstore.service import KvstoreServicer
 from slipstream.cli.kv.nodes import NodeReply
-from slipstream.cli.kv.show import TIERS, _node
+from slipstream.cli.kv.show import _node
+from slipstream.enum_names import KVSTORE_TIERS
 from slipstream.v1 import worker_pb2
 from tests.kvstore.disk.memory_disk import MemoryDisk
 from tests.kvstore.pool.memory_pool import MemoryPool
@@ -36,7 +37,7 @@ def named() -> dict[str, list[str]]:
     for line in PAGE.read_text().splitlines():
         what, *cells = [cell.strip() for cell in line.strip("|").split("|")]
         names = [re.fullmatch(r"`(\w+)`", cell) for cell in cells]
-        if len(cells) == len(TIERS) and all(names):
+        if len(cells) == len(KVSTORE_TIERS.values) and all(names):
             short = [name[1] for name in names if name is not None]
             found[what] = [
                 name if name.startswith("slipstream_") else f"slipstream_kvstore_{name}" for name in short
@@ -46,7 +47,7 @@ def named() -> dict[str, list[str]]:
 
 def test_the_metrics_page_names_each_metric_of_the_table_once() -> None:
     names = [name for row in named().values() for name in row]
-    assert len(named()) == 10 and len(set(names)) == len(names) == 10 * len(TIERS)
+    assert len(named()) == 10 and len(set(names)) == len(names) == 10 * len(KVSTORE_TIERS.values)
     assert METRICS.keys() >= set(names)
     of_a_tier = re.compile(r"slipstream_kvstore_\w+_(dram|nvme|pool)(_|$)")
     left = {name for name in METRICS if of_a_tier.match(name)}.difference(names)
@@ -72,10 +73,10 @@ async def test_a_node_with_all_tiers_reports_every_gauge_and_kv_stat_shows_it() 
         values |= {
             f'slipstream_kvstore_pin_seconds{part}{{tier="{tier}"}}': value
             for part, value in pins.items()
-            for tier in TIERS.values()
+            for tier in KVSTORE_TIERS.values
         }
         report = _node(NodeReply("kv", worker_pb2.GetStatusResponse(counters=values), ""))
-        for at, tier in enumerate(TIERS.values()):
+        for at, tier in enumerate(KVSTORE_TIERS.values):
             shown = set(report["tiers"][tier].values())
             for what, names in named().items():
                 if "time" not in what:  # `kv stat` shows the mean of times

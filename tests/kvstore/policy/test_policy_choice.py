@@ -13,7 +13,7 @@ from bench.cache.compare import HitDensity
 from bench.cache.policy import Production
 from bench.cache.traces import LOADS, Chain
 from services.kvstore.policy.adaptive import POLICY_NAMES
-from slipstream.enum_names import eviction_policy_name, eviction_policy_value
+from slipstream.enum_names import EVICTION_POLICIES
 from slipstream.v1 import worker_pb2
 
 CAPACITY = 100
@@ -74,9 +74,9 @@ def test_a_loop_beyond_the_capacity_loses_nothing_to_the_best_policy(name: str) 
 
 
 def test_every_policy_of_memory_is_one_of_the_contract() -> None:
-    values = [eviction_policy_value(name) for name in POLICY_NAMES]
+    values = [EVICTION_POLICIES.value(name) for name in POLICY_NAMES]
     disks = worker_pb2.EVICTION_POLICY_EXPECTED_REUSE
     assert sorted([*values, disks]) == sorted(filter(None, worker_pb2.EvictionPolicy.values()))
-    assert [eviction_policy_name(value) for value in values] == list(POLICY_NAMES)
+    assert [EVICTION_POLICIES.name(value) for value in values] == list(POLICY_NAMES)
     with pytest.raises(KeyError):
-        eviction_policy_value("unknown")
+        EVICTION_POLICIES.value("unknown")

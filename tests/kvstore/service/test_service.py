@@ -25,7 +25,7 @@ from libs.common.transport.base import KvTransport, TransferTimeout
 from libs.common.transport.registered_memory import PageAlignedMemory
 from services.kvstore.disk.segment_format import unpack_header, unpack_superblock
 from slipstream.block_hashes import pack_hashes
-from slipstream.enum_names import transport_value
+from slipstream.enum_names import TRANSPORTS
 from slipstream.errors import Draining, FailedPrecondition, InvalidArgument, NotFound
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import common_pb2, kvstore_pb2, worker_pb2
@@ -59,7 +59,7 @@ async def test_stored_blocks_are_served_from_memory_then_from_disk_after_a_resta
     assert await client.put(numbers) == 0  # a second put stores nothing
     status = await client.wait_status(lambda s: s.counters[ON_DISK] == 20)
     assert status.role == common_pb2.WORKER_ROLE_KVSTORE
-    assert status.transport == transport_value(client.transport.kind)
+    assert status.transport == TRANSPORTS.value(client.transport.kind)
     assert [(eviction.tier, list(eviction.policies)) for eviction in status.evictions] == [
         (common_pb2.CACHE_TIER_DRAM, [worker_pb2.EVICTION_POLICY_HIT_DENSITY]),
         (common_pb2.CACHE_TIER_NVME, [worker_pb2.EVICTION_POLICY_EXPECTED_REUSE]),

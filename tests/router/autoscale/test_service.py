@@ -15,7 +15,7 @@ from services.router.admission.types import AdmissionRequest
 from services.router.autoscale.decision import recommend_all
 from services.router.autoscale.types import Aims, AutoscalePolicy
 from services.router.request.model_card import ModelCard
-from slipstream.enum_names import role_name, value_name
+from slipstream.enum_names import ROLES, value_name
 from slipstream.rpc.cluster_secret import ClusterSecret
 from slipstream.rpc.dial import dial
 from slipstream.v1 import autoscale_pb2, autoscale_pb2_grpc
@@ -48,12 +48,12 @@ async def test_the_answer_explains_each_tier_and_ranks_the_workers(card: ModelCa
                 channel
             )
             answer = await stub.GetRecommendations(autoscale_pb2.GetRecommendationsRequest(), timeout=WAIT_S)
-    tiers = {role_name(row.role): row for row in answer.tiers}
+    tiers = {ROLES.name(row.role): row for row in answer.tiers}
     assert (tiers["prefill"].replicas, tiers["prefill"].wanted_replicas) == (3, 4)
     assert tiers["prefill"].signal == autoscale_pb2.AUTOSCALE_SIGNAL_BUSY_SHARE
     assert "aim 0.75" in tiers["prefill"].reason
     assert tiers["router"].replicas == 1
-    prefills = [row for row in answer.losses if role_name(row.role) == "prefill"]
+    prefills = [row for row in answer.losses if ROLES.name(row.role) == "prefill"]
     assert [(row.instance, row.unique_blocks, row.sessions, row.deletion_cost) for row in prefills] == [
         ("prefill-2", 0, 0, 0),
         ("prefill-1", 0, 1, 3),
@@ -91,7 +91,7 @@ async def test_processes_at_one_address_are_one_router(card: ModelCard) -> None:
                 channel
             )
             answer = await stub.GetRecommendations(autoscale_pb2.GetRecommendationsRequest(), timeout=WAIT_S)
-    assert [row.replicas for row in answer.tiers if role_name(row.role) == "router"] == [2]
+    assert [row.replicas for row in answer.tiers if ROLES.name(row.role) == "router"] == [2]
     # Each process holds other requests.
     assert {row.instance for row in answer.losses} == {"router-0", "router-0.1", "router-1"}
 

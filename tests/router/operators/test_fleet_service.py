@@ -19,7 +19,7 @@ from services.router.operators.process_calls import OPERATOR_METHODS
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.cli.fleet.fleet_client import FleetClient, key_of, state_name
-from slipstream.enum_names import role_value
+from slipstream.enum_names import ROLES
 from slipstream.errors import InvalidArgument, NotFound, Unauthenticated, Unavailable
 from slipstream.rpc.caller_class import CallerClass
 from slipstream.rpc.cluster_secret import ClusterSecret
@@ -88,7 +88,7 @@ async def test_errors_of_the_process_come_through_and_wrong_calls_are_refused(ca
 
         async def refusal(role: str, instance: str, method: str, message: bytes = b"") -> Exception:
             value = fleet_pb2.CallProcessRequest(
-                role=role_value(role), instance=instance, method=method, message=message
+                role=ROLES.value(role), instance=instance, method=method, message=message
             )
             with pytest.raises(grpc.aio.AioRpcError) as failed:
                 async for _ in stub.CallProcess(value, timeout=WAIT_S):

@@ -20,7 +20,7 @@ from services.router.workers import connection, router_peers
 from services.router.workers.connection import WorkerConnection
 from services.router.workers.router_peers import RouterPeers
 from slipstream.async_client import AsyncClient
-from slipstream.enum_names import role_value
+from slipstream.enum_names import ROLES
 from slipstream.rpc.dial import PLAIN_DIAL, dial
 from slipstream.rpc.rpc_errors import received
 from slipstream.v1 import autoscale_pb2, autoscale_pb2_grpc, worker_pb2
@@ -68,7 +68,7 @@ class GarbageWorker(grpc.GenericRpcHandler):
 
     def __init__(self, worker: Worker) -> None:
         self._status = worker_pb2.GetStatusResponse(
-            role=role_value(worker.role),
+            role=ROLES.value(worker.role),
             instance=worker.instance,
             incarnation=worker.incarnation,
         )

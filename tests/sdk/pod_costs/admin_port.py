@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from slipstream.enum_names import role_value
+from slipstream.enum_names import ROLES
 from slipstream.v1 import autoscale_pb2, autoscale_pb2_grpc
 
 
@@ -26,7 +26,7 @@ class LossPort(autoscale_pb2_grpc.AutoscaleServiceServicer):
         if self.refuses is not None:
             await context.abort(self.refuses, "not you")
         losses = [
-            autoscale_pb2.RemovalLoss(role=role_value(tier), instance=name, deletion_cost=cost)
+            autoscale_pb2.RemovalLoss(role=ROLES.value(tier), instance=name, deletion_cost=cost)
             for (tier, name), cost in self.costs.items()
         ]
         return autoscale_pb2.GetRecommendationsResponse(losses=losses)

@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from libs.common.rpc.serve import LIVENESS, READINESS, ServiceHost
 from slipstream import errors
-from slipstream.enum_names import failure_code_name, failure_code_value
+from slipstream.enum_names import FAILURE_CODES
 from slipstream.rpc.dial import dial
 from slipstream.rpc.rpc_errors import (
     from_failure,
@@ -51,8 +51,8 @@ def test_an_error_survives_a_failure_message(kind: type[errors.SlipstreamError])
 
 def test_failure_codes_have_the_names_and_numbers_of_grpc() -> None:
     codes: Any = {code.name: code.value[0] for code in grpc.StatusCode if code is not grpc.StatusCode.OK}
-    assert {name: failure_code_value(name) for name in codes} == codes
-    assert {failure_code_name(number): number for number in codes.values()} == codes
+    assert {name: FAILURE_CODES.value(name) for name in codes} == codes
+    assert {FAILURE_CODES.name(number): number for number in codes.values()} == codes
     assert common_pb2.FailureCode.values() == [0, *sorted(codes.values())]
 
 

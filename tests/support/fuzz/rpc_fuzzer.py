@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from libs.common.cluster.worker_service import resident_bytes
-from slipstream.enum_names import failure_code_name
+from slipstream.enum_names import FAILURE_CODES
 from slipstream.v1 import common_pb2
 from tests.support.fuzz.message_fuzzer import MessageFuzzer, metadata
 
@@ -114,7 +114,7 @@ class RpcFuzzer:
             async with asyncio.timeout(None) as patience:
                 while (answer := await call.read()) is not grpc.aio.EOF:
                     if (failure := _failure_in(answer)) is not None:
-                        return failure_code_name(failure.code), failure.message
+                        return FAILURE_CODES.name(failure.code), failure.message
                     patience.reschedule(asyncio.get_running_loop().time() + _NEXT_ANSWER_S)
             return (await call.code()).name, await call.details()
         except TimeoutError:  # an endless stream, or a long answer

@@ -17,20 +17,13 @@ from services.router.api.answers.logprob_rows import (
 )
 from services.router.api.answers.usage_cost import cost_fields
 from services.router.api.openai.prompt_logprobs import PromptLogprobsWriter
-from slipstream.enum_names import transport_name
+from slipstream.enum_names import CACHE_TIERS, TRANSPORTS
 from slipstream.v1 import common_pb2, router_pb2
 
 _FINISH: Mapping[int, str] = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
-}
-_TIERS: Mapping[int, str] = {
-    common_pb2.CACHE_TIER_WORKER: "worker",
-    common_pb2.CACHE_TIER_DRAM: "dram",
-    common_pb2.CACHE_TIER_NVME: "nvme",
-    common_pb2.CACHE_TIER_POOL: "pool",
-    common_pb2.CACHE_TIER_PEER: "peer",
 }
 DONE = b"data: [DONE]\n\n"
 _AFTER_CONTENT = b'},"logprobs":null}'
@@ -291,11 +284,11 @@ def stats_object(finished: router_pb2.Finished) -> Json:
     """Where the request ran and what it took, by the field names of `RequestStats`."""
     stats = finished.stats
     values: Json = {field.name: getattr(stats, field.name) for field in stats.DESCRIPTOR.fields}
-    values["transport"] = transport_name(stats.transport)
+    values["transport"] = TRANSPORTS.name(stats.transport)
     for name in ("ttft_ms", "decode_ms", "acceptance_length"):
         values[name] = round(values[name], 3)
     values["cached_tokens_by_tier"] = {
-        _TIERS.get(item.tier, "unknown"): item.tokens for item in finished.usage.cached
+        CACHE_TIERS.name(item.tier): item.tokens for item in finished.usage.cached
     }
     return values
 

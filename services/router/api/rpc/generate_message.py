@@ -26,13 +26,6 @@ from slipstream.requests import MESSAGE_TEXTS
 from slipstream.sampling import SAMPLING_RANGES
 from slipstream.v1 import router_pb2
 
-_ROLES: Mapping[int, str] = {value: name for name, value in MESSAGE_ROLES.items()}
-_TOOL_CHOICES: Mapping[int, Any] = {value: name for name, value in TOOL_CHOICE_MODES.items()}
-_PRIORITIES: Mapping[int, str] = {
-    router_pb2.PRIORITY_UNSPECIFIED: "",
-    **{value: name for name, value in PRIORITIES.items()},
-}
-
 
 class ParsedCall(msgspec.Struct, frozen=True, gc=False):
     """A call's requests, one for each answer, and whether the prompt's text stands before the answers'.
@@ -108,7 +101,7 @@ def _prompt(message: router_pb2.GenerateRequest, kind: str) -> PromptInput:
 
 
 def _priority(priority: router_pb2.Priority.ValueType) -> str:
-    name = _PRIORITIES.get(priority)
+    name = PRIORITIES.find(priority) if priority else ""
     if name is None:
         raise bounds.PRIORITY.refused("priority")
     return name
@@ -181,7 +174,7 @@ def _partial(messages: Sequence[router_pb2.Message]) -> str:
 
 
 def _message(item: router_pb2.Message, index: int) -> Mapping[str, Any]:
-    message: dict[str, Any] = {"role": _ROLES.get(item.role, ""), "content": _content(item, index)}
+    message: dict[str, Any] = {"role": MESSAGE_ROLES.name(item.role), "content": _content(item, index)}
     for name in MESSAGE_TEXTS:
         if text := getattr(item, name):
             message[name] = text
@@ -220,7 +213,7 @@ def _tool(item: router_pb2.Tool, path: str) -> Mapping[str, Any]:
 def _tool_choice(chat: router_pb2.Chat) -> ToolChoice | None:
     if not chat.HasField("tool_choice") or not chat.tool_choice.mode:
         return None
-    mode = _TOOL_CHOICES.get(chat.tool_choice.mode)
+    mode: Any = TOOL_CHOICE_MODES.find(chat.tool_choice.mode)
     if mode is None:
         raise bounds.TOOL_CHOICE.refused()
     return ToolChoice(mode, chat.tool_choice.function, tuple(chat.tool_choice.allowed))

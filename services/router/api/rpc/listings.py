@@ -13,7 +13,7 @@ from services.router.execution.sessions import Sessions
 from services.router.metering.metering import Metering, price_of
 from services.router.request.model_card import ModelCard
 from services.router.workers.fleet import RouterFleet
-from slipstream.enum_names import role_value
+from slipstream.enum_names import ROLES
 from slipstream.v1 import router_pb2
 
 
@@ -80,7 +80,7 @@ class ListMethods:
         return router_pb2.ListWorkersResponse(
             workers=[
                 router_pb2.WorkerView(
-                    role=role_value(link.worker.role),
+                    role=ROLES.value(link.worker.role),
                     instance=link.worker.instance,
                     endpoint=link.worker.endpoint if shows_endpoints else "",
                     ready=link.ready,

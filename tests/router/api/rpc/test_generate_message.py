@@ -121,9 +121,9 @@ def test_a_content_part_without_text_is_named() -> None:
 
 
 def test_every_enum_of_a_request_has_names() -> None:
-    assert set(MESSAGE_ROLES) == {"developer", "system", "user", "assistant", "tool"}
-    assert set(TOOL_CHOICE_MODES) == {"auto", "none", "required", "function"}
-    assert set(PRIORITIES) == {"interactive", "default", "bulk"}
+    assert set(MESSAGE_ROLES.values) == {"developer", "system", "user", "assistant", "tool"}
+    assert set(TOOL_CHOICE_MODES.values) == {"auto", "none", "required", "function"}
+    assert set(PRIORITIES.values) == {"interactive", "default", "bulk"}
 
 
 def test_a_field_that_is_encoded_twice_counts_once_and_is_no_unknown_field() -> None:

@@ -10,22 +10,20 @@ from services.router.api.batches.batch_store import decode_batch
 from services.router.api.batches.lines import DefectCode
 from services.router.api.batches.records import NewBatch, RequestBatch, StoredFile
 from services.router.api.batches.states import BatchState
+from slipstream.enum_names import EnumNames
 from slipstream.v1 import batches_pb2
 
-_PURPOSES = {
-    "batch": batches_pb2.FILE_PURPOSE_BATCH,
-    "batch_output": batches_pb2.FILE_PURPOSE_BATCH_OUTPUT,
-}
-_PURPOSE_OF = {batches_pb2.FILE_PURPOSE_UNSPECIFIED: "", **{value: name for name, value in _PURPOSES.items()}}
+_PURPOSES = EnumNames.of(batches_pb2.FilePurpose, unspecified="")
 _DEFECT_CODES = {code: batches_pb2.LineErrorCode.Value(f"LINE_ERROR_CODE_{code.name}") for code in DefectCode}
 _STATES = {state: batches_pb2.BatchState.Value(f"BATCH_STATE_{state.name}") for state in BatchState}
 
 
 def purpose_of(purpose: batches_pb2.FilePurpose.ValueType) -> str:
     """The purpose as files have it; empty for any. Raises InvalidArgument for an unknown one."""
-    if purpose not in _PURPOSE_OF:
+    name = _PURPOSES.find(purpose)
+    if name is None:
         raise batch_bounds.LISTED_PURPOSE.refused()
-    return _PURPOSE_OF[purpose]
+    return name
 
 
 def ttl_s_of(ttl_ms: int, field: str) -> int:
@@ -52,7 +50,7 @@ def file_message(file: StoredFile) -> batches_pb2.File:
     return batches_pb2.File(
         id=file.id,
         name=file.name,
-        purpose=_PURPOSES.get(file.purpose, batches_pb2.FILE_PURPOSE_UNSPECIFIED),
+        purpose=_PURPOSES.values.get(file.purpose, batches_pb2.FILE_PURPOSE_UNSPECIFIED),
         n_bytes=file.n_bytes,
         created_unix_s=file.created_unix_s,
         expires_unix_s=file.expires_unix_s,

@@ -74,7 +74,7 @@ def item_message(item: Json) -> responses_pb2.ResponseItem:
             output = item.get("output")
             message.tool_result.output = json_text(output) if is_json_result(output) else _text(output)
         case _:
-            message.message.role = MESSAGE_ROLES.get(
+            message.message.role = MESSAGE_ROLES.values.get(
                 item.get("role", ""), router_pb2.MESSAGE_ROLE_UNSPECIFIED
             )
             message.message.content.add(text=_text(item.get("content")))
