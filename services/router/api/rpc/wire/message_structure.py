@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from services.router.api.rpc.wire.varint import read_varint
+from services.router.api.rpc.wire.wire_format import read_varint, skip_number
 
 _TEXTS = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 _FIXED_BYTES = {
@@ -20,6 +20,8 @@ _FIXED_BYTES = {
     FieldDescriptor.TYPE_FLOAT: 4,
     FieldDescriptor.TYPE_DOUBLE: 8,
 }
+# The tags around a group's fields, which have no value.
+_GROUP = (3, 4)
 # The last byte of a varint is below 128.
 _NOT_LAST = bytes(range(128, 256))
 # A piece is so short that it keeps the interpreter's lock for less than a millisecond.
@@ -55,11 +57,7 @@ def measure_structure(
         try:
             tag, position = read_varint(data, position)
             wire_type = tag & 7
-            if wire_type == 0:
-                _, position = read_varint(data, position)
-            elif wire_type in (1, 5):
-                position += 8 if wire_type == 1 else 4
-            elif wire_type == 2:
+            if wire_type == 2:
                 size, position = read_varint(data, position)
                 field = _fields(inside.schema).get(tag >> 3)
                 if field is not None and field.message_type is not None:
@@ -74,6 +72,8 @@ def measure_structure(
                     n_numbers += _count(data, start, position, field, at_most=most_numbers - n_numbers)
                     if n_numbers > most_numbers:
                         return MessageStructure(position - n_text_bytes, f"{inside.path}{field.name}")
+            elif wire_type not in _GROUP:
+                position = skip_number(data, position, wire_type)
         except (IndexError, ValueError):
             break
     return MessageStructure(position - n_text_bytes, None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from services.router.api.rpc.wire.varint import read_varint
+from services.router.api.rpc.wire.wire_format import read_varint, skip_number
 
 _MAX_DEPTH = 32
 
@@ -28,11 +28,7 @@ def _find(data: memoryview, schema: Descriptor, path: str, depth: int) -> str | 
     while position < len(data):
         tag, position = read_varint(data, position)
         number, wire_type = tag >> 3, tag & 7
-        if wire_type == 0:
-            _, position = read_varint(data, position)
-        elif wire_type in (1, 5):
-            position += 8 if wire_type == 1 else 4
-        elif wire_type == 2:
+        if wire_type == 2:
             size, start = read_varint(data, position)
             position = start + size
             if position > len(data):
@@ -49,7 +45,7 @@ def _find(data: memoryview, schema: Descriptor, path: str, depth: int) -> str | 
             if found is not None:
                 return found
         else:
-            raise ValueError(f"wire type {wire_type}")
+            position = skip_number(data, position, wire_type)
     return None
 
 
