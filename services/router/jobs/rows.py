@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,16 +22,21 @@ JOB_COLUMNS = (
 
 
 def job_of(row: Sequence[Any]) -> Job:
-    """The job of a row of JOB_COLUMNS."""
+    """The job of a row of JOB_COLUMNS. In a state of a later version it runs, or failed once it has ended."""
     job_id, tenant, name, *columns, is_held = row
-    state = JobState(name)
-    columns.append(state is JobState.RUNNING and bool(is_held))
-    return Job(job_id, tenant, state, *columns)
+    job = Job(job_id, tenant, JobState(name), *columns)
+    if job.state is not JobState.RUNNING:
+        return job
+    if job.ended_unix_s:
+        return replace(job, state=JobState.FAILED)
+    return replace(job, is_held=bool(is_held))
 
 
 def counts_of(rows: Sequence[Sequence[Any]]) -> JobCounts:
-    """The counts of rows of (state, count)."""
-    by_state: Mapping[str, int] = {row[0]: int(row[1]) for row in rows}
+    """The counts of rows of (state, count). Jobs in states of a later version count as running."""
+    by_state = Counter[str]()
+    for name, n in rows:
+        by_state[JobState(name).value] += int(n)
     return JobCounts(**by_state)
 
 

@@ -24,7 +24,7 @@ class DeliveryOutcome(enum.StrEnum):
 
 
 class JobState(enum.StrEnum):
-    """Where a job is. Those that ended stay as they are."""
+    """Where a job is. Those that ended stay as they are. A state of a later version reads as RUNNING."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -32,6 +32,10 @@ class JobState(enum.StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     EXPIRED = "expired"
+
+    @classmethod
+    def _missing_(cls, value: object) -> JobState:
+        return cls.RUNNING
 
     @property
     def ended(self) -> bool:

@@ -127,6 +127,23 @@ async def test_a_group_is_cancelled_and_counted(tables: JobTables) -> None:
     assert (await tables.store.counts("alice")).queued == 1
 
 
+async def test_jobs_in_states_of_a_later_router_are_read(tables: JobTables) -> None:
+    """Routers of two versions share a database during a rollout."""
+    waits, ended, own = await tables.submit("a", "b", "c", group_id="g")
+    for job_id, state, ended_unix_s in ((waits, "paused", 0.0), (ended, "refused", 5.0)):
+        await tables.database.run(
+            lambda tx, values=(state, ended_unix_s, job_id): tx.execute(  # type: ignore[misc]
+                "UPDATE jobs SET state = ?, ended_unix_s = ? WHERE id = ?", values
+            )
+        )
+    assert (await tables.store.get("alice", waits)).state is JobState.RUNNING
+    assert (await tables.store.get("alice", ended)).state is JobState.FAILED
+    assert (await tables.store.get("alice", own)).state is JobState.QUEUED
+    assert await tables.store.counts("alice", "g") == JobCounts(queued=1, running=2)
+    await tables.leases.register("r1")
+    assert [job.id for job in await tables.leases.claim("r1", 3)] == [own]
+
+
 async def test_a_follower_sees_each_state_to_the_end(tables: JobTables) -> None:
     [job_id] = await tables.submit("a", group_id="g")
     await tables.leases.register("r1")

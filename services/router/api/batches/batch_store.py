@@ -218,5 +218,8 @@ def _encode(batch: RequestBatch) -> str:
 
 
 def decode_batch(record: str) -> RequestBatch:
-    """The batch of a row."""
-    return msgspec.json.decode(record, type=RequestBatch)
+    """The batch of a row. In a state of a later version it is in progress, or failed once it has ended."""
+    batch = msgspec.json.decode(record, type=RequestBatch)
+    if batch.state is BatchState.IN_PROGRESS and batch.ended_unix_s is not None:
+        return msgspec.structs.replace(batch, state=BatchState.FAILED)
+    return batch

@@ -34,7 +34,10 @@ class BatchLine(msgspec.Struct, frozen=True, gc=False):
 
 
 class DefectCode(enum.StrEnum):
-    """What may be wrong with a line or a file, by OpenAI's names where it has some."""
+    """What may be wrong with a line or a file, by OpenAI's names where it has some.
+
+    A code that a later version stored reads as INVALID_REQUEST.
+    """
 
     INVALID_JSON_LINE = "invalid_json_line"
     MISSING_REQUIRED_PARAMETER = "missing_required_parameter"
@@ -47,6 +50,10 @@ class DefectCode(enum.StrEnum):
     TOO_MANY_REQUESTS = "too_many_requests"
     INVALID_FILE = "invalid_file"
     EMPTY_FILE = "empty_file"
+
+    @classmethod
+    def _missing_(cls, value: object) -> DefectCode:
+        return cls.INVALID_REQUEST
 
 
 class LineDefect(msgspec.Struct, frozen=True, gc=False):

@@ -8,7 +8,7 @@ import msgspec
 
 
 class BatchState(enum.StrEnum):
-    """The states of a batch, as OpenAI names them."""
+    """The states of a batch, as OpenAI names them. One that a later version stored reads as IN_PROGRESS."""
 
     VALIDATING = "validating"
     IN_PROGRESS = "in_progress"
@@ -18,6 +18,10 @@ class BatchState(enum.StrEnum):
     EXPIRED = "expired"
     CANCELLING = "cancelling"
     CANCELLED = "cancelled"
+
+    @classmethod
+    def _missing_(cls, value: object) -> BatchState:
+        return cls.IN_PROGRESS
 
 
 _S = BatchState
