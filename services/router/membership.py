@@ -36,6 +36,11 @@ class RouterMembership:
         self._hosts = hosts
         self._hand_over: asyncio.TimerHandle | None = None  # of the last drain
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the router takes requests now."""
+        return readiness_of(self._manager, self._fleet).serves
+
     def join(self) -> None:
         """Announce the router."""
         self._discovery.announce(self._record)
@@ -76,6 +81,6 @@ class RouterMembership:
             await self._fleet.wait_changed(seen)
 
     async def _report(self) -> None:
-        serves = readiness_of(self._manager, self._fleet).serves
+        is_ready = self.is_ready
         for host in self._hosts:
-            await host.set_ready(serves)
+            await host.set_ready(is_ready)

@@ -366,6 +366,7 @@ class RouterServer:
             requests_admitted=gate.admitted,
             prefill_tokens_in_flight=wanted.prefill_tokens,
             draining=self.manager.draining,
+            ready=self._membership.is_ready,
             busy_share=self.loop_delay.busy_share(),
             event_loop_delay_ms=self.loop_delay.window.mean_ms,
             requests_unplaced=self.fleet.unplaced.count,

@@ -203,6 +203,7 @@ class LoadReport(_message.Message):
     REQUESTS_WAITING_DECODE_FIELD_NUMBER: _builtins.int
     REQUESTS_ALLOWED_FIELD_NUMBER: _builtins.int
     REQUESTS_ADMITTED_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     requests_running: _builtins.int
     requests_waiting: _builtins.int
@@ -256,13 +257,15 @@ class LoadReport(_message.Message):
     jobs_allowed: _builtins.int
     """that this router would run at once, if there were workers enough"""
     requests_waiting_decode: _builtins.int
-    """Of a router. 0 at workers.
+    """Of a router. 0 or false at workers.
     that wait, and would run if decode workers had more places
     """
     requests_allowed: _builtins.int
     """that it runs at once (--max-requests)"""
     requests_admitted: _builtins.int
     """of those, without stored jobs; some may have no worker yet"""
+    ready: _builtins.bool
+    """it takes requests: it does not drain, and has a decode worker"""
     def __init__(
         self,
         *,
@@ -293,10 +296,11 @@ class LoadReport(_message.Message):
         requests_waiting_decode: _builtins.int = ...,
         requests_allowed: _builtins.int = ...,
         requests_admitted: _builtins.int = ...,
+        ready: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_held", b"blocks_held", "busy_share", b"busy_share", "decode_step_ms", b"decode_step_ms", "decode_tokens_in_flight", b"decode_tokens_in_flight", "drafts_due_per_s", b"drafts_due_per_s", "drafts_missed_per_s", b"drafts_missed_per_s", "draining", b"draining", "event_loop_delay_ms", b"event_loop_delay_ms", "evicted_wanted_bytes_per_s", b"evicted_wanted_bytes_per_s", "generated_tokens_per_s", b"generated_tokens_per_s", "handoffs", b"handoffs", "jobs_allowed", b"jobs_allowed", "jobs_running", b"jobs_running", "jobs_waiting", b"jobs_waiting", "prefill_tokens_in_flight", b"prefill_tokens_in_flight", "prefill_tokens_per_s", b"prefill_tokens_per_s", "prompt_tokens_per_s", b"prompt_tokens_per_s", "requests_admitted", b"requests_admitted", "requests_allowed", b"requests_allowed", "requests_per_s", b"requests_per_s", "requests_running", b"requests_running", "requests_unplaced", b"requests_unplaced", "requests_waiting", b"requests_waiting", "requests_waiting_decode", b"requests_waiting_decode", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_held", b"blocks_held", "busy_share", b"busy_share", "decode_step_ms", b"decode_step_ms", "decode_tokens_in_flight", b"decode_tokens_in_flight", "drafts_due_per_s", b"drafts_due_per_s", "drafts_missed_per_s", b"drafts_missed_per_s", "draining", b"draining", "event_loop_delay_ms", b"event_loop_delay_ms", "evicted_wanted_bytes_per_s", b"evicted_wanted_bytes_per_s", "generated_tokens_per_s", b"generated_tokens_per_s", "handoffs", b"handoffs", "jobs_allowed", b"jobs_allowed", "jobs_running", b"jobs_running", "jobs_waiting", b"jobs_waiting", "prefill_tokens_in_flight", b"prefill_tokens_in_flight", "prefill_tokens_per_s", b"prefill_tokens_per_s", "prompt_tokens_per_s", b"prompt_tokens_per_s", "ready", b"ready", "requests_admitted", b"requests_admitted", "requests_allowed", b"requests_allowed", "requests_per_s", b"requests_per_s", "requests_running", b"requests_running", "requests_unplaced", b"requests_unplaced", "requests_waiting", b"requests_waiting", "requests_waiting_decode", b"requests_waiting_decode", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

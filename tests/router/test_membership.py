@@ -122,6 +122,27 @@ async def test_a_router_that_drains_too_takes_no_streams(
         assert stream.endpoint == one.host.endpoint
 
 
+async def test_a_router_without_workers_takes_no_streams(
+    cluster: FakeCluster, pair: tuple[RouterServer, RouterServer]
+) -> None:
+    """It does not drain, and would refuse each of them."""
+    one, two = pair
+    whole, asked = await whole_text(one), Asked(one)
+    links, two.fleet._links = two.fleet._links, {}  # as one whose discovery names no workers
+    two.fleet.readiness_changed()
+    await eventually(lambda: not one.pipeline.peers.has_successor())
+    assert sees(one, draining=False)
+    async with HeldStream(cluster, one, two) as stream:
+        await one._membership.drain()
+        await eventually(lambda: asked.times > 3)
+        assert one.manager.held
+        two.fleet._links = links
+        two.fleet.readiness_changed()
+        await eventually(lambda: not one.manager.held)
+        assert await stream.finish() == whole
+        assert stream.endpoint == two.host.endpoint
+
+
 async def test_streams_move_when_another_router_comes(
     router: RouterServer, cluster: FakeCluster, card: ModelCard
 ) -> None:

@@ -62,8 +62,8 @@ class RouterPeers:
         }
 
     def has_successor(self) -> bool:
-        """Whether a peer reported lately and does not drain: it takes the requests of a router that ends."""
-        return any(report is not None and not report.draining for report in self.reports().values())
+        """Whether a peer reported lately that it is ready: it takes the requests of a router that ends."""
+        return any(report is not None and report.ready for report in self.reports().values())
 
     def workers(self) -> Mapping[str, Worker]:
         """The record of each peer, by instance."""
