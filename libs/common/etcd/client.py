@@ -180,14 +180,15 @@ class EtcdClient:
                 request_serializer=pb.LeaseKeepAliveRequest.SerializeToString,
                 response_deserializer=pb.LeaseKeepAliveResponse.FromString,
             )
+            limit_s = timeout_s or self._timeout_s
             call = method(
                 iter([pb.LeaseKeepAliveRequest(id=lease_id)]),
-                timeout=timeout_s or self._timeout_s,
+                timeout=limit_s,
                 metadata=await self.metadata(fresh_token=fresh_token),
                 wait_for_ready=True,
             )
             try:
-                response = await connection.answer_of(call.read())
+                response = await connection.answer_of(call.read(), timeout_s=limit_s)
                 if not isinstance(response, pb.LeaseKeepAliveResponse):
                     raise EtcdUnavailable("etcd ended the renewal without an answer")
                 if response.ttl <= 0:
@@ -235,9 +236,8 @@ class EtcdClient:
                 connection = self._connections.current
                 login = _unary(connection.channel, "Auth/Authenticate", pb.AuthenticateResponse)
                 try:
-                    response = await connection.answer_of(
-                        login(request, timeout=self._timeout_s, wait_for_ready=True)
-                    )
+                    asked = login(request, timeout=self._timeout_s, wait_for_ready=True)
+                    response = await connection.answer_of(asked, timeout_s=self._timeout_s)
                 except grpc.aio.AioRpcError as error:
                     raise typed_error(error) from error
                 self._token = response.token
@@ -273,7 +273,8 @@ class EtcdClient:
             try:
                 limit_s = timeout_s or self._timeout_s
                 pending = call(request, timeout=limit_s, metadata=metadata, wait_for_ready=True)
-                return await (connection.answer_of if is_read else connection.outcome_of)(pending)
+                wait = connection.answer_of if is_read else connection.outcome_of
+                return await wait(pending, timeout_s=limit_s)
             except grpc.aio.AioRpcError as error:
                 if fresh_token or not self._is_stale_token(error):
                     raise typed_error(error) from error

@@ -5,12 +5,16 @@ most one in 5 s, so detection takes nine seconds. Instead, the check sends a sma
 without an answer. If the read gets no answer either, pending reads fail and the next call opens another
 connection. A change that was sent keeps its own time-out, because its answer may still arrive.
 The check treats a stopped member like a dropped connection. gRPC itself reconnects to an unreachable one.
+
+A time-out that this process sees late does not count against etcd: the process itself stood still, and may
+not have sent the call in time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
@@ -25,6 +29,8 @@ PROBE_AFTER_S = 0.75
 PROBE_TIMEOUT_S = 1.0
 # The longest time-out of a probe, for slow members. gRPC's own pings detect silence as fast.
 MAX_PROBE_TIMEOUT_S = 8.0
+# A time-out is seen so much later only where the process stood still.
+_STANDSTILL_S = 0.25
 _T = TypeVar("_T")
 _SILENT = (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
 
@@ -37,34 +43,35 @@ class Connection:
         self.channel = channel
         self._on_failure = on_failure
         self.has_answered = False
-        self.heard_s = asyncio.get_running_loop().time()
+        self.heard_s = _now_s()
         self._replaced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def answer_of(self, asked: Awaitable[_T]) -> _T:
-        """Await the answer of an idempotent call.
+    async def answer_of(self, asked: Awaitable[_T], *, timeout_s: float = math.inf) -> _T:
+        """Await the answer of an idempotent call, which has begun just now with this time-out.
 
         Raises AioRpcError, or EtcdUnavailable when the connection is replaced before the answer.
         """
-        answer = asyncio.ensure_future(asked)
+        answer, ends_s = asyncio.ensure_future(asked), _now_s() + timeout_s
         try:
             either: set[asyncio.Future[Any]] = {answer, self._replaced}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done() or answer.cancelled():  # a closed channel cancels its calls
                 raise EtcdUnavailable("etcd: the connection is silent")
-            self._heard(answer.exception())
+            self._heard(answer.exception(), ends_s)
             return answer.result()
         finally:
             answer.add_done_callback(_retrieve_error)
             answer.cancel()
 
-    async def outcome_of(self, asked: Awaitable[_T]) -> _T:
+    async def outcome_of(self, asked: Awaitable[_T], *, timeout_s: float = math.inf) -> _T:
         """Await the outcome of a change, even after the connection is replaced. Raises AioRpcError."""
+        ends_s = _now_s() + timeout_s
         try:
             outcome = await asked
         except grpc.aio.AioRpcError as error:
-            self._heard(error)
+            self._heard(error, ends_s)
             raise
-        self._heard(None)
+        self._heard(None, ends_s)
         return outcome
 
     def fail_reads(self) -> None:
@@ -72,12 +79,22 @@ class Connection:
         if not self._replaced.done():
             self._replaced.set_result(None)
 
-    def _heard(self, error: BaseException | None) -> None:
+    def _heard(self, error: BaseException | None, ends_s: float) -> None:
         if isinstance(error, grpc.aio.AioRpcError) and error.code() in _SILENT:
-            self._on_failure()
+            if not _stood_still(ends_s):
+                self._on_failure()
             return
-        self.heard_s = asyncio.get_running_loop().time()
+        self.heard_s = _now_s()
         self.has_answered = True
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _stood_still(ends_s: float) -> bool:
+    """Whether this process stood still at the end of a call's time-out, just before now."""
+    return _now_s() > ends_s + _STANDSTILL_S
 
 
 def _retrieve_error(answer: asyncio.Future[Any]) -> None:
@@ -139,10 +156,9 @@ class Connections:
             self._replace(self.current)
 
     async def _check_health(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             connection = self.current
-            silent_s = loop.time() - connection.heard_s
+            silent_s = _now_s() - connection.heard_s
             was_slow = self._probe_timeout_s > PROBE_TIMEOUT_S  # probed again, for a shorter time-out
             # Before the first answer, gRPC itself repeats its attempts to connect.
             if not connection.has_answered or not (silent_s >= PROBE_AFTER_S or was_slow):
@@ -155,12 +171,14 @@ class Connections:
                 await asyncio.sleep(PROBE_AFTER_S)
 
     async def _probe_once(self, connection: Connection) -> None:
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
+        began_s, timeout_s = _now_s(), self._probe_timeout_s
         try:
-            await connection.answer_of(self._source.probe(connection.channel, self._probe_timeout_s))
+            probe = self._source.probe(connection.channel, timeout_s)
+            await connection.answer_of(probe, timeout_s=timeout_s)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                if _stood_still(began_s + timeout_s):
+                    return
                 # A longer time-out spares a slow member repeated connections, logins and watches.
                 self._probe_timeout_s = min(MAX_PROBE_TIMEOUT_S, 2 * self._probe_timeout_s)
                 if connection.heard_s < began_s:  # no other call got an answer either
@@ -171,7 +189,7 @@ class Connections:
                     self._replace(connection)
                 await asyncio.sleep(PROBE_AFTER_S)
                 return
-        answer_s = loop.time() - began_s
+        answer_s = _now_s() - began_s
         self._probe_timeout_s = min(MAX_PROBE_TIMEOUT_S, max(PROBE_TIMEOUT_S, 2 * answer_s))
 
     def _replace(self, connection: Connection) -> None:
@@ -186,7 +204,7 @@ class Connections:
         closing.add_done_callback(self._closing.discard)
 
     def _note_failure(self) -> None:
-        self._failed_s = asyncio.get_running_loop().time()
+        self._failed_s = _now_s()
 
     async def _close_late(self, channel: grpc.aio.Channel) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -131,6 +132,43 @@ async def test_an_unanswered_probe_is_ignored_while_other_calls_are_answered(
         assert len(asked) == 8
         with pytest.raises(EtcdUnavailable):
             await first.answer_of(asyncio.get_running_loop().create_future())
+
+
+@pytest.mark.timeout(120)
+async def test_a_standstill_of_this_process_is_no_silence_of_etcd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls end by their time-outs, and it sees that late; what ends on time counts."""
+    monkeypatch.setattr(connection, "PROBE_TIMEOUT_S", 0.01)
+    asked = 0
+
+    async def probe(channel: Any, timeout_s: float) -> None:
+        nonlocal asked
+        asked += 1
+        if asked < 4:
+            time.sleep(timeout_s + 2 * connection._STANDSTILL_S)  # noqa: ASYNC251 - the standstill
+            assert not connections.n_replaced and connections.failed_s == float("-inf")
+        raise deadline_exceeded()
+
+    async with open_connections(probe, monkeypatch) as connections, asyncio.timeout(60):
+        await connections.current.answer_of(answer())
+        while not connections.n_replaced:
+            await asyncio.sleep(0.001)
+        assert asked == 4 and connections.failed_s > 0
+
+
+@pytest.mark.parametrize("late_s", [0.0, 2 * connection._STANDSTILL_S])
+async def test_a_time_out_that_is_seen_late_is_no_failure(late_s: float) -> None:
+    failures: list[float] = []
+    one = Connection(_channel(), on_failure=lambda: failures.append(late_s))
+
+    async def unsent() -> None:
+        time.sleep(0.01 + late_s)  # noqa: ASYNC251 - the standstill
+        raise deadline_exceeded()
+
+    for wait in (one.answer_of, one.outcome_of):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await wait(unsent(), timeout_s=0.01)
+    assert failures == [late_s] * (0 if late_s else 2)
+    assert not one.has_answered
 
 
 async def test_a_call_on_a_closed_channel_raises_unavailable_instead_of_being_cancelled() -> None:
