@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import time
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -21,9 +22,12 @@ from uuid import uuid4
 
 from libs.common.cluster.worker_record import Role
 from libs.common.etcd.client import EtcdClient
-from libs.common.etcd.messages import ABSENT, EtcdUnavailable, Swap
+from libs.common.etcd.messages import ABSENT, Swap
 from libs.common.service_bounds import ATTEMPTS_REPORT_WAIT_S, DEATH_REPORT_WAIT_S, EXIT_REPORT_WRITE_S
 from slipstream.errors import SlipstreamError
+from slipstream.rpc.backoff import Backoff
+
+log = logging.getLogger(__name__)
 
 EXITS_PREFIX = "/slipstream/v1/exits/"
 ATTEMPTS_PREFIX = "/slipstream/v1/crashed-attempts/"
@@ -31,6 +35,7 @@ ATTEMPTS_PREFIX = "/slipstream/v1/crashed-attempts/"
 REPORTED_ROLES = (Role.PREFILL, Role.DECODE)
 REPORT_TTL_S = 60
 _POLL_S = 0.05
+_LONGEST_WRITE_PAUSE_S = 0.5
 # After an outage of etcd a report may come so late: the supervisor reconnects, and writes it then.
 _LATE_S = 10.0
 # An etcd that is well answers in less.
@@ -134,21 +139,21 @@ async def report_exit(client: EtcdClient, run: str, *, crashed: bool) -> None:
     """Report that a run of a worker (see `run_name`) has ended.
 
     A run has one report, the first, so writing it again after an etcd failure is safe. It is written up to
-    EXIT_REPORT_WRITE_S later, when etcd is back.
+    EXIT_REPORT_WRITE_S later, when etcd is back, or takes changes again: a full etcd still answers reads.
     """
     value = json.dumps({"crashed": crashed}).encode()
     until_s = time.monotonic() + EXIT_REPORT_WRITE_S
+    backoff = Backoff(first_s=_POLL_S, longest_s=_LONGEST_WRITE_PAUSE_S)
     while True:
         try:
             lease = await client.grant_lease(REPORT_TTL_S)
             await client.swap([Swap(EXITS_PREFIX + run, value, ABSENT, lease.lease_id)])
             return
-        except EtcdUnavailable:
+        except SlipstreamError as error:
             if time.monotonic() >= until_s:
+                log.warning("the exit report of %s was not written: %s", run, error)
                 return
-        except SlipstreamError:
-            return
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(backoff.pause_s())
 
 
 def run_name(role: Role, instance: str, incarnation: str) -> str:

@@ -6,8 +6,9 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import grpc
 import pytest
 
 from libs.common.cluster import exit_reports
@@ -21,7 +22,7 @@ from libs.common.cluster.exit_reports import (
 )
 from libs.common.cluster.worker_record import Role
 from libs.common.etcd.client import EtcdClient
-from libs.common.etcd.messages import EtcdUnavailable, Swap, SwapOutcome
+from libs.common.etcd.messages import EtcdRefused, EtcdUnavailable, Swap, SwapOutcome
 from tests.support.processes.etcd_process import EtcdProcess
 
 
@@ -74,6 +75,58 @@ async def test_an_exit_report_is_written_despite_one_failed_swap(etcd: EtcdProce
         assert client.lost == 1
         assert await EtcdExitReports(client, wait_s=30.0).exit_of(run) is WorkerExit.CRASHED
     finally:
+        await client.close()
+
+
+class FullEtcd:
+    """Raises etcd's alarm of a full database: it refuses changes, and answers reads."""
+
+    _NO_SPACE = b"\x18\x01"
+
+    def __init__(self, etcd: EtcdProcess) -> None:
+        self._channel = grpc.aio.insecure_channel(etcd.endpoint)
+        self._alarm: Any = self._channel.unary_unary("/etcdserverpb.Maintenance/Alarm")
+
+    async def begin(self) -> None:
+        await self._alarm(b"\x08\x01" + self._NO_SPACE)
+
+    async def end(self) -> None:
+        await self._alarm(b"\x08\x02" + self._NO_SPACE)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+async def test_an_exit_report_is_written_once_etcd_takes_changes_again(etcd: EtcdProcess) -> None:
+    run = run_name(Role.DECODE, "decode-0", "run-1")
+    client, full = EtcdClient([etcd.endpoint]), FullEtcd(etcd)
+    try:
+        await full.begin()
+        with pytest.raises(EtcdRefused):
+            await client.put("other", b"")
+        writing = asyncio.create_task(report_exit(client, run, crashed=True))
+        assert await EtcdExitReports(client, wait_s=0.5).exit_of(run) is WorkerExit.UNREPORTED
+        assert not writing.done()
+        await full.end()
+        assert await EtcdExitReports(client, wait_s=30.0).exit_of(run) is WorkerExit.CRASHED
+        await writing
+    finally:
+        await full.close()
+        await client.close()
+
+
+async def test_an_exit_report_that_etcd_refuses_to_the_end_is_given_up(
+    etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(exit_reports, "EXIT_REPORT_WRITE_S", 0.3)
+    client, full = EtcdClient([etcd.endpoint]), FullEtcd(etcd)
+    try:
+        await full.begin()
+        async with asyncio.timeout(60):
+            await report_exit(client, "decode/decode-0/run-1", crashed=True)
+        assert "the exit report of decode/decode-0/run-1 was not written" in caplog.text
+    finally:
+        await full.close()
         await client.close()
 
 
