@@ -285,11 +285,7 @@ _TOGETHER: tuple[_Row, ...] = (
     ("Quarantine of a request that crashed workers", f"{QUARANTINE_S:g} s", "refused meanwhile"),
     ("Requests in quarantine, and with strikes", f"{MAX_QUARANTINED} each", "the oldest is forgotten"),
     ("Wait for the exit report of a worker", f"{DEATH_REPORT_WAIT_S:g} s", "the worker counts as crashed"),
-    (
-        "Writing such a report while etcd takes no changes",
-        f"{EXIT_REPORT_WRITE_S:g} s",
-        "there is none",
-    ),
+    ("Writing such a report while etcd takes no changes", f"{EXIT_REPORT_WRITE_S:g} s", "there is none"),
     ("Wait for other routers' requests there", f"{ATTEMPTS_REPORT_WAIT_S:g} s", "they had none there"),
     (
         "Prompt cache of a worker: all tenants / one tenant",

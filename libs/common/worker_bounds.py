@@ -23,14 +23,19 @@ MAX_EXPORTED_PIECES = MAX_PROMPT_FEATURES // 2
 EXPORTED_ROWS_S = 10.0
 # Features that one message to a drafter is about: far below gRPC's bound of a message.
 MAX_DRAFT_MESSAGE_BYTES = 16 << 20
-# What SIGTERM gives running work by default. What a worker takes at most after that: to close everything (of
-# that its model's step), to end its port's calls, and for threads whose work is done.
+# What SIGTERM gives running work by default. What a worker takes at most beside that: to leave discovery, to
+# close everything (of that its model's step), to end its lease, to send its last metrics, to end its port's
+# calls, for threads whose work is done, and to send its last spans.
 DEFAULT_DRAIN_S = 5.0
+LEAVE_S = 1.0
 CLOSE_S = 7.0
 MODEL_STOP_S = 5.0
+REVOKE_S = 1.0
+LAST_METRICS_S = 1.0
 STOP_GRACE_S = 1.0
 THREADS_S = 2.0
-END_S = CLOSE_S + STOP_GRACE_S + THREADS_S
+LAST_SPANS_S = 1.0
+END_S = LEAVE_S + CLOSE_S + REVOKE_S + LAST_METRICS_S + STOP_GRACE_S + THREADS_S + LAST_SPANS_S
 # `slipstream up` kills a process that has not ended so long after its drain.
 KILL_MARGIN_S = 5.0
 KILL_AFTER_S = END_S + KILL_MARGIN_S
@@ -69,7 +74,7 @@ ROWS = (
         "others wait for the next message",
     ),
     (
-        "The end of a worker after its drain (`--drain-s`), where a step or a transfer hangs",
+        "The end of a worker beside its drain (`--drain-s`), where a step, a transfer or etcd hangs",
         f"{END_S:g} s",
         "it ends itself with status 1",
     ),

@@ -34,6 +34,7 @@ from libs.common.etcd.lease import LeaseSession
 from libs.common.etcd.messages import PrefixSnapshot, PrefixUpdate
 from libs.common.etcd.watch import watch_prefix
 from libs.common.telemetry.paced_warnings import PacedWarnings
+from libs.common.worker_bounds import LEAVE_S
 from slipstream.errors import DeadlineExceeded
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,6 @@ LEASE_TTL_S = 10
 # The least time between two snapshots. One costs as much as the fleet is large, and its readers compare it. A
 # change costs little, so many changes a second bring one snapshot.
 SNAPSHOT_INTERVAL_S = 0.1
-_LEAVE_TIMEOUT_S = 1.0
 _SHOWN_CHARS = 256
 
 
@@ -165,7 +165,7 @@ class EtcdDiscovery:
     async def _wait_left(self) -> None:
         """Wait until etcd has the records with `leaving`, or for a short time-out."""
         try:
-            await self.wait_announced(timeout_s=_LEAVE_TIMEOUT_S)
+            await self.wait_announced(timeout_s=LEAVE_S)
         except DeadlineExceeded:
             log.warning("etcd is unavailable; this process stays in the fleet until its lease expires")
 

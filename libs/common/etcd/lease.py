@@ -22,13 +22,13 @@ from typing import Final
 
 from libs.common.etcd.client import EtcdClient
 from libs.common.etcd.messages import ABSENT, EtcdLease, LeaseNotFound, Swap
+from libs.common.worker_bounds import REVOKE_S
 from slipstream.errors import DeadlineExceeded, SlipstreamError
 from slipstream.rpc.backoff import Backoff
 
 log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S: Final = 1.0
-_REVOKE_S: Final = 1.0
 
 MayReplace = Callable[[bytes, bytes], bool]
 
@@ -110,7 +110,7 @@ class LeaseSession:
         await asyncio.gather(self._task, return_exceptions=True)
         if self._lease is not None:
             try:
-                async with asyncio.timeout(_REVOKE_S):
+                async with asyncio.timeout(REVOKE_S):
                     await self._client.revoke_lease(self._lease.lease_id)
             except (SlipstreamError, TimeoutError) as error:
                 log.warning("lease was not revoked, it expires by itself: %s", error)

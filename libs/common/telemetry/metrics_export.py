@@ -31,11 +31,11 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from libs.common.telemetry.counters import BucketExemplar, Counters, Histogram, Labels
 from libs.common.telemetry.metric_tables.table import METRICS, zero_metrics
 from libs.common.telemetry.process_metrics import ProcessMetrics
+from libs.common.worker_bounds import LAST_METRICS_S
 
 log = logging.getLogger(__name__)
 
 _INTERVAL_MS = 60_000.0
-_LAST_EXPORT_S = 1.0
 _SCOPE = InstrumentationScope("slipstream")
 _UNKNOWN: Any = None  # the encoder leaves it out
 _CUMULATIVE = AggregationTemporality.CUMULATIVE
@@ -76,7 +76,7 @@ class MetricsExport:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LAST_EXPORT_S):
+                async with asyncio.timeout(LAST_METRICS_S):
                     await self.send()
 
     async def run(self, *, interval_s: float) -> None:

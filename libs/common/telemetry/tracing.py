@@ -31,13 +31,12 @@ from opentelemetry.trace import INVALID_SPAN, Span, SpanContext, SpanKind, Statu
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from libs.common.telemetry.otlp import exports_traces, resource_of, span_exporter
+from libs.common.worker_bounds import LAST_SPANS_S
 from slipstream.errors import Aborted, SlipstreamError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-# The last spans have this long to leave when the process ends, whether or not anybody takes them.
-EXIT_S = 1.0
 _MAX_MESSAGE_CHARS = 256
 _W3C = TraceContextTextMapPropagator()
 _FIELDS = ("traceparent", "tracestate")
@@ -230,8 +229,11 @@ def _rpc_attributes(name: str) -> dict[str, Attribute]:
 
 
 def _end_with_process(provider: TracerProvider) -> None:
-    """Export what is left at the end, within EXIT_S: the SDK's own end waits half a minute for a collector
-    that is unavailable. The thread is there before, as none can be started then."""
+    """Export what is left at the end, within LAST_SPANS_S.
+
+    The SDK's own end waits half a minute for a collector that is unavailable. The thread is there before, as
+    none can be started then.
+    """
     ending = threading.Event()
 
     def end() -> None:
@@ -243,6 +245,6 @@ def _end_with_process(provider: TracerProvider) -> None:
 
     def leave() -> None:
         ending.set()
-        thread.join(EXIT_S)
+        thread.join(LAST_SPANS_S)
 
     atexit.register(leave)

@@ -139,7 +139,7 @@ def test_a_fleet_has_a_bounded_number_of_records(monkeypatch: pytest.MonkeyPatch
 @pytest.fixture(autouse=True)
 def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give slow machines enough time to deregister on close."""
-    monkeypatch.setattr("libs.common.cluster.discovery._LEAVE_TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr("libs.common.cluster.discovery.LEAVE_S", WAIT_S)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ WAIT_S = 60.0  # a bound for waits that are short unless the machine is slow
 @pytest.fixture(autouse=True)
 def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give slow machines enough time for their last calls to etcd."""
-    monkeypatch.setattr("libs.common.etcd.lease._REVOKE_S", WAIT_S)
+    monkeypatch.setattr("libs.common.etcd.lease.REVOKE_S", WAIT_S)
 
 
 @pytest.fixture(scope="package")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import signal
 import socket
 import sys
@@ -16,6 +17,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from libs.common import worker_bounds
 from libs.common.block_hash import chain_hashes
 from libs.common.cluster.worker_service import held
 from libs.common.runtime.exit_codes import MODEL_UNUSABLE
@@ -35,6 +37,7 @@ from slipstream.v1 import (
     worker_pb2_grpc,
 )
 from supervisor.forking.launcher import RunningProcess
+from tests.support.processes.etcd_process import EtcdProcess
 from tests.support.processes.launching import run_service, start_service
 from tests.support.stubs.remote_prompt import RemotePrompt
 from tests.worker.nodes import WAIT_S, attempt, greedy, packed, prompt_tokens, unpacked
@@ -185,6 +188,30 @@ async def test_a_second_sigterm_ends_a_draining_process_at_once(tmp_path: Path) 
         prefill.process.terminate()
         assert await asyncio.wait_for(prefill.process.wait(), WAIT_S) == -signal.SIGTERM
     assert "ends at once" in (tmp_path / "prefill.log").read_text()
+
+
+async def test_a_worker_ends_before_it_is_killed_where_etcd_and_a_collector_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot leave discovery, end its lease, or send its last metrics."""
+    collector = socket.create_server(("127.0.0.1", 0))  # it accepts, and never answers
+    host, port = collector.getsockname()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", f"http://{host}:{port}")
+    with collector, EtcdProcess(tmp_path / "etcd") as etcd:
+        async with processes(tmp_path) as start:
+            drafter = await start.start("drafter", "--etcd", etcd.endpoint)
+            etcd.suspend()
+            drafter.process.send_signal(signal.SIGTERM)
+            killed_s = worker_bounds.DEFAULT_DRAIN_S + worker_bounds.KILL_AFTER_S
+            async with asyncio.timeout(killed_s):
+                await drafter.process.wait()
+            assert _has_called(collector), "no metrics were to send"
+    log = (tmp_path / "drafter.log").read_text()
+    assert "stays in the fleet until its lease expires" in log and "lease was not revoked" in log
+
+
+def _has_called(collector: socket.socket) -> bool:
+    return bool(select.select([collector], [], [], 0)[0])
 
 
 async def test_a_draining_prefill_process_waits_for_its_handoffs(tmp_path: Path) -> None:
