@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from libs.common.cluster.address_book import AddressBook, open_address_book, session_digest
-from libs.common.cluster.fleet_member import FleetMember, open_discovery
+from libs.common.cluster.fleet_member import FleetMember, MemberProcess, open_discovery
 from libs.common.cluster.worker_record import Role, Worker
-from libs.common.cluster.worker_service import WorkerIdentity, WorkerProcess, WorkerService
+from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.http.admin_port import open_admin_port
 from libs.common.http.admin_server import serve_admin
 from libs.common.kv_events.log import BlockEventLog
@@ -111,32 +111,15 @@ async def serve(options: NodeOptions) -> None:
         await host.stop(grace_s=_STOP_GRACE_S)  # before its calls' resources are closed
 
 
-class _NodeProcess(WorkerProcess):
-    """The process around a node. A drained one is no member of the fleet."""
+class _NodeProcess(MemberProcess):
+    """The process around a node."""
 
     def __init__(self, node: Node, metrics: ProcessMetrics, member: FleetMember, host: ServiceHost) -> None:
-        self._node, self._metrics, self._member, self._host = node, metrics, member, host
-
-    def load(self) -> worker_pb2.LoadReport:
-        return self._node.load()
-
-    def ledger(self) -> worker_pb2.Ledger:
-        return self._node.ledger()
-
-    def status_counters(self) -> Mapping[str, float]:
-        return self._metrics.snapshot()
+        super().__init__(node, metrics, member, host)
+        self._store = node.store
 
     def evictions(self) -> Sequence[worker_pb2.TierEviction]:
-        return evictions(self._node.store)
-
-    async def drain(self) -> None:
-        await self._member.leave()
-
-    async def undrain(self) -> None:
-        await self._member.join()
-
-    def exit(self) -> None:
-        self._host.request_stop()
+        return evictions(self._store)
 
 
 class _Servicers:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Mapping
+from typing import Protocol
 
 from libs.common.cluster.discovery import LEASE_TTL_S, Discovery, EtcdDiscovery, InMemoryDiscovery
 from libs.common.cluster.worker_record import Worker
+from libs.common.cluster.worker_service import WorkerProcess
 from libs.common.etcd.access import EtcdAccess
 from libs.common.rpc.serve import ServiceHost
 from libs.common.runtime.readiness import DRAINING, READY, UNANNOUNCED, ProcessHealth
+from libs.common.telemetry.process_metrics import ProcessMetrics
 from slipstream.errors import DeadlineExceeded
+from slipstream.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +39,18 @@ async def open_discovery(
     discovery = EtcdDiscovery(client, ttl_s=ttl_s)
     stack.push_async_callback(discovery.close)
     return discovery
+
+
+class LoadedPart(Protocol):
+    """The part of a process that does its work."""
+
+    def load(self) -> worker_pb2.LoadReport:
+        """The load now."""
+        ...
+
+    def ledger(self) -> worker_pb2.Ledger:
+        """What it holds for requests."""
+        ...
 
 
 class FleetMember:
@@ -80,3 +97,30 @@ class FleetMember:
         self._health.state = DRAINING
         await self._host.set_ready(False)
         await self._discovery.withdraw(self._record)
+
+
+class MemberProcess(WorkerProcess):
+    """A process of a fleet around one part. A drained one is no member of the fleet."""
+
+    def __init__(
+        self, part: LoadedPart, metrics: ProcessMetrics, member: FleetMember, host: ServiceHost
+    ) -> None:
+        self._part, self._metrics, self._member, self._host = part, metrics, member, host
+
+    def load(self) -> worker_pb2.LoadReport:
+        return self._part.load()
+
+    def ledger(self) -> worker_pb2.Ledger:
+        return self._part.ledger()
+
+    def status_counters(self) -> Mapping[str, float]:
+        return self._metrics.snapshot()
+
+    async def drain(self) -> None:
+        await self._member.leave()
+
+    async def undrain(self) -> None:
+        await self._member.join()
+
+    def exit(self) -> None:
+        self._host.request_stop()

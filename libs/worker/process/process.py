@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import grpc
 
-from libs.common.cluster.fleet_member import FleetMember, open_discovery
+from libs.common.cluster.fleet_member import FleetMember, MemberProcess, open_discovery
 from libs.common.cluster.worker_record import Role, Worker
-from libs.common.cluster.worker_service import WorkerIdentity, WorkerProcess, WorkerService
+from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.etcd.access import EtcdAccess
 from libs.common.http.admin_port import open_admin_port
 from libs.common.http.admin_server import serve_admin
@@ -40,7 +40,7 @@ from libs.worker.process.app import WorkerApp
 from libs.worker.process.bounded_end import BoundedEnd
 from libs.worker.process.settings import ModelUnusable, WorkerSettings
 from slipstream.errors import SlipstreamError
-from slipstream.v1 import worker_pb2, worker_pb2_grpc
+from slipstream.v1 import worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -156,33 +156,22 @@ def _metrics(
     return metrics
 
 
-class _AppProcess(WorkerProcess):
-    """The process around an app. A drained one is no member of the fleet."""
+class _AppProcess(MemberProcess):
+    """The process around an app."""
 
     def __init__(
         self, app: WorkerApp, metrics: ProcessMetrics, member: FleetMember, host: ServiceHost
     ) -> None:
-        self._app, self._metrics, self._member, self._host = app, metrics, member, host
-
-    def load(self) -> worker_pb2.LoadReport:
-        return self._app.load()
-
-    def ledger(self) -> worker_pb2.Ledger:
-        return self._app.ledger()
-
-    def status_counters(self) -> Mapping[str, float]:
-        return self._metrics.snapshot()
+        super().__init__(app, metrics, member, host)
+        self._app = app
 
     async def drain(self) -> None:
         await self._app.drain()
-        await self._member.leave()
+        await super().drain()
 
     async def undrain(self) -> None:
         self._app.undrain()
-        await self._member.join()
-
-    def exit(self) -> None:
-        self._host.request_stop()
+        await super().undrain()
 
 
 def _identity(role: Role, instance: str, app: WorkerApp) -> WorkerIdentity:

@@ -6,11 +6,28 @@ The HTTP server would decompress on the event loop, and a body that it refused t
 from __future__ import annotations
 
 import zlib
+from typing import NamedTuple
 
 from slipstream import bounds
 
 _GZIP, _ZLIB, _RAW = 31, 15, -15  # window bits, by which zlib knows the format
 _CM_DEFLATE = 8  # in the first byte of a zlib header; some clients send "deflate" without the header
+
+
+class EncodedBody(NamedTuple):
+    """A body as it was sent, with its Content-Encoding."""
+
+    data: bytes
+    encoding: str
+
+    @property
+    def n_bytes(self) -> int:
+        """The size that counts for its tenant. A compressed body counts as the largest one."""
+        return bounds.MAX_BODY_BYTES if self.encoding else len(self.data)
+
+    def plain(self) -> bytes:
+        """The body without its encoding. Raises as `decompress`."""
+        return decompress(self.data, self.encoding)
 
 
 def decompress(body: bytes, encoding: str) -> bytes:

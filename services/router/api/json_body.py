@@ -80,6 +80,14 @@ def path_of(path: str, name: str) -> str:
     return f"{path}.{safe}" if path else safe
 
 
+def text_of(item: Json, name: str, path: str) -> str:
+    """A field of the object at `path`, which must be a string. Raises InvalidArgument."""
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise bounds.TYPE.refused(f"{path}.{name}", expected="a string")
+    return value
+
+
 def check_no_effect(name: str, item: object, allowed: tuple[object, ...], path: str = "") -> None:
     """Raises InvalidArgument unless a field without effect is null or holds a value that asks for nothing."""
     if item is not None and item not in allowed:

@@ -14,7 +14,7 @@ import msgspec
 from libs.common import api_bounds
 from services.router.api.answers.field_paths import MessageSources
 from services.router.api.anthropic.signature import carried
-from services.router.api.json_body import Ignore, Json, Text, path_of
+from services.router.api.json_body import Ignore, Json, Text, path_of, text_of
 from services.router.api.openai.messages import arguments_text
 from slipstream import bounds
 from slipstream.bound import shown_name
@@ -90,9 +90,9 @@ def _assistant(blocks: Sequence[Json], path: str, ignore: Ignore) -> dict[str, A
         where = f"{path}[{index}]"
         match _kind(block, where, ignore, role="assistant"):
             case "text":
-                texts.append(_text(block, "text", where))
+                texts.append(text_of(block, "text", where))
             case "thinking":
-                thinking.append(_text(block, "thinking", where) or carried(block.get("signature")))
+                thinking.append(text_of(block, "thinking", where) or carried(block.get("signature")))
             case "redacted_thinking":
                 ignore(where)  # another server's, which only that server can read
             case _:
@@ -113,14 +113,14 @@ def _add_user(into: MessageSources, blocks: Sequence[Json], path: str, ignore: I
         where = f"{path}[{index}]"
         if _kind(block, where, ignore, role=role) == "text":
             start = start if texts else index
-            texts.append(_text(block, "text", where))
+            texts.append(text_of(block, "text", where))
             continue
         if texts:
             into.add({"role": role, "content": "".join(texts)}, f"{path}[{start}]")
             texts = []
         content = block.get("content")
         result = _texts(content, f"{where}.content", ignore, role="system") if content is not None else ""
-        call_id = _text(block, "tool_use_id", where)
+        call_id = text_of(block, "tool_use_id", where)
         into.add({"role": "tool", "tool_call_id": call_id, "content": result}, where)
     if texts or not blocks:
         into.add({"role": role, "content": "".join(texts)}, f"{path}[{start}]" if blocks else path)
@@ -134,7 +134,7 @@ def _texts(content: Any, path: str, ignore: Ignore, *, role: str) -> str:
     for index, block in enumerate(_blocks(content, path)):
         where = f"{path}[{index}]"
         _kind(block, where, ignore, role=role)
-        texts.append(_text(block, "text", where))
+        texts.append(text_of(block, "text", where))
     return "".join(texts)
 
 
@@ -152,15 +152,8 @@ def _kind(block: Json, path: str, ignore: Ignore, *, role: str) -> str:
     return kind
 
 
-def _text(block: Json, name: str, path: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise bounds.TYPE.refused(f"{path}.{name}", expected="a string")
-    return value
-
-
 def _call(block: Json, path: str) -> Json:
     """A call as the model wrote it. Clients parse arguments to an object, whose order of keys stays."""
-    name, call_id = _text(block, "name", path), _text(block, "id", path)
+    name, call_id = text_of(block, "name", path), text_of(block, "id", path)
     function = {"name": name, "arguments": arguments_text(block.get("input"))}
     return {"id": call_id, "type": "function", "function": function}

@@ -11,7 +11,6 @@ from libs.common.http.failure import ErrorShape
 from services.router.api.anthropic.answer_format import MessagesFormat
 from services.router.api.anthropic.errors import error_shape
 from services.router.api.anthropic.request import parse_count_body
-from services.router.api.content_encoding import decompress
 from services.router.api.http.generation import GenerationEndpoint
 from services.router.api.http.ignored_header import count_ignored
 from services.router.api.http.request_reader import RequestReader
@@ -20,7 +19,6 @@ from services.router.execution.request_manager import RequestManager
 from services.router.metering.metering import limited_call
 from services.router.request.model_card import ModelCard
 from services.router.request.types import Caller
-from slipstream import bounds
 
 PATH = "/v1/messages"
 
@@ -55,12 +53,8 @@ class MessagesRoutes:
         return web.json_response({"input_tokens": n_tokens}, headers=headers)
 
     async def _tokens_of(self, request: web.Request, caller: Caller) -> tuple[int, IgnoredFields]:
-        data = await self._reader.body(request, caller.tenant)
-        encoding = request.headers.get("Content-Encoding", "").lower()
-        n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
-        body = await self._manager.read(
-            caller, lambda: parse_count_body(decompress(data, encoding)), n_bytes=n_bytes
-        )
+        sent = await self._reader.encoded_body(request, caller.tenant)
+        body = await self._manager.read(caller, lambda: parse_count_body(sent.plain()), n_bytes=sent.n_bytes)
         body.paths.check(body.generation, self._card)
-        prompt = await self._manager.encode(body.generation, caller, n_bytes=n_bytes)
+        prompt = await self._manager.encode(body.generation, caller, n_bytes=sent.n_bytes)
         return len(prompt.token_ids), body.ignored

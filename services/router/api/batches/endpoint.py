@@ -17,12 +17,10 @@ from services.router.api.batches.batch_store import decode_batch
 from services.router.api.batches.form import FormReader, check_length
 from services.router.api.batches.operations import BatchOperations
 from services.router.api.batches.records import batch_object, file_object, list_object
-from services.router.api.content_encoding import decompress
 from services.router.api.http.answer_delivery import AnswerDelivery
 from services.router.api.http.piece_stream import send_pieces
 from services.router.api.http.request_reader import RequestReader
 from services.router.execution.request_manager import RequestManager
-from slipstream import bounds
 
 
 class BatchEndpoints:
@@ -113,11 +111,9 @@ class BatchEndpoints:
     async def _create(self, request: web.Request) -> web.Response:
         caller, endpoints = self._reader.caller(request, request.path), self._operations.endpoints
         self._operations.check_opened()
-        data = await self._reader.body(request, caller.tenant)
-        encoding = request.headers.get("Content-Encoding", "").lower()
-        n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
+        sent = await self._reader.encoded_body(request, caller.tenant)
         new = await self._manager.read(
-            caller, lambda: parse_batch(decompress(data, encoding), endpoints), n_bytes=n_bytes
+            caller, lambda: parse_batch(sent.plain(), endpoints), n_bytes=sent.n_bytes
         )
         return web.json_response(batch_object(await self._operations.create(caller, new)))
 

@@ -11,6 +11,7 @@ from libs.common.http.admin_server import CALLER
 from libs.common.http.connection import HttpConnection
 from services.router.admission.tenant_shares import ReceiveSlots
 from services.router.api.api_keys import DEFAULT_TENANT, ApiKeys
+from services.router.api.content_encoding import EncodedBody
 from services.router.api.http.middleware import RECORD
 from services.router.request.types import Caller
 from services.router.request.validation import is_request_id
@@ -75,6 +76,11 @@ class RequestReader:
             key_sha256=key_sha256,
             endpoint=path,
         )
+
+    async def encoded_body(self, request: web.Request, tenant: str) -> EncodedBody:
+        """The body with its encoding. Raises as `body`."""
+        encoding = request.headers.get("Content-Encoding", "").lower()
+        return EncodedBody(await self.body(request, tenant), encoding)
 
     async def body(self, request: web.Request, tenant: str) -> bytes:
         """The body, as it was sent. Raises InvalidArgument when it is too large or too slow."""

@@ -8,7 +8,6 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
-from services.router.api.content_encoding import decompress
 from services.router.api.http.answer_delivery import AnswerDelivery
 from services.router.api.http.ignored_header import count_ignored
 from services.router.api.http.request_reader import RequestReader
@@ -24,7 +23,6 @@ from services.router.request.model_card import ModelCard
 from services.router.request.token_texts import TokenTexts
 from services.router.request.types import Caller, GenerationRequest, PromptInput
 from services.router.request.validation import check_model
-from slipstream import bounds
 
 T = TypeVar("T")
 
@@ -97,8 +95,6 @@ class TokenEndpoint:
             return await self._texts.text(body.token_ids, tenant=caller.tenant, field="tokens")
 
     async def _read(self, request: web.Request, caller: Caller, parse: Callable[[bytes], T]) -> tuple[T, int]:
-        data = await self._reader.body(request, caller.tenant)
-        encoding = request.headers.get("Content-Encoding", "").lower()
-        n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
-        body = await self._manager.read(caller, lambda: parse(decompress(data, encoding)), n_bytes=n_bytes)
-        return body, n_bytes
+        sent = await self._reader.encoded_body(request, caller.tenant)
+        body = await self._manager.read(caller, lambda: parse(sent.plain()), n_bytes=sent.n_bytes)
+        return body, sent.n_bytes

@@ -237,7 +237,7 @@ def job_handlers(service: JobService, api: GrpcServer) -> Mapping[str, grpc.RpcM
         "ListJobs": (service.list_jobs, jobs_pb2.ListJobsRequest),
         "CancelJobs": (service.cancel, jobs_pb2.CancelJobsRequest),
     }
-    handlers: dict[str, Any] = {name: api.unary(name, *method) for name, method in unary.items()}
+    handlers = api.unary_methods(unary)
     handlers["FollowJobs"] = grpc.unary_stream_rpc_method_handler(
         service.follow,
         request_deserializer=jobs_pb2.FollowJobsRequest.FromString,

@@ -11,7 +11,7 @@ from typing import Any
 
 from libs.common import api_bounds
 from services.router.api.answers.field_paths import MessageSources
-from services.router.api.json_body import Ignore, Json, path_of
+from services.router.api.json_body import Ignore, Json, path_of, text_of
 from services.router.api.openai.echoed_forms import is_json_result, json_text
 from services.router.api.openai.messages import arguments_text
 from slipstream import bounds
@@ -100,7 +100,7 @@ class _InputConversation:
             text = json_text(output)
         else:
             text = _texts(output, f"{path}.output", _INPUT_PARTS, self._ignore)
-        return {"role": "tool", "tool_call_id": _text(item, "call_id", path), "content": text}
+        return {"role": "tool", "tool_call_id": text_of(item, "call_id", path), "content": text}
 
     def _open(self, path: str) -> dict[str, Any]:
         if self._answer is None:
@@ -150,22 +150,15 @@ def _texts(content: Any, path: str, kinds: Mapping[str, str], ignore: Ignore) ->
 def _part(part: Any, path: str, kinds: Mapping[str, str], ignore: Ignore) -> str:
     if not isinstance(part, dict):
         raise bounds.TYPE.refused(path, expected="an object")
-    kind = _text(part, "type", path)
+    kind = text_of(part, "type", path)
     if kind not in kinds:
         raise api_bounds.PART_TYPE.refused(f"{path}.type", kind=shown_name(kind), allowed=", ".join(kinds))
     for name in part.keys() - _PART_FIELDS - {kinds[kind]}:
         if part[name] is not None:
             ignore(path_of(path, name))
-    return _text(part, kinds[kind], path)
-
-
-def _text(item: Json, name: str, path: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise bounds.TYPE.refused(f"{path}.{name}", expected="a string")
-    return value
+    return text_of(part, kinds[kind], path)
 
 
 def _call(item: Json, path: str) -> Json:
-    function = {"name": _text(item, "name", path), "arguments": arguments_text(item.get("arguments"))}
-    return {"id": _text(item, "call_id", path), "type": "function", "function": function}
+    function = {"name": text_of(item, "name", path), "arguments": arguments_text(item.get("arguments"))}
+    return {"id": text_of(item, "call_id", path), "type": "function", "function": function}

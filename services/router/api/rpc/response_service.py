@@ -67,4 +67,4 @@ def response_handlers(
         "CancelResponse": (service.cancel_response, responses_pb2.CancelResponseRequest),
         "DeleteResponse": (service.delete_response, responses_pb2.DeleteResponseRequest),
     }
-    return {name: api.unary(name, *method) for name, method in methods.items()}
+    return api.unary_methods(methods)

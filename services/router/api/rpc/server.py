@@ -36,6 +36,7 @@ SERVICE_NAME = "slipstream.v1.RouterService"
 _WITH_EFFECT = frozenset({"SubmitJobs"})
 
 UnaryMethod = Callable[[Any, Context], Awaitable[Any]]
+UnaryMethods = Mapping[str, tuple[UnaryMethod, Any]]
 
 
 class GrpcServer:
@@ -81,7 +82,7 @@ class GrpcServer:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register RouterService. Methods without a message type parse the raw bytes themselves."""
-        unary: dict[str, tuple[UnaryMethod, Any]] = {
+        unary: UnaryMethods = {
             "Abort": (self._abort, router_pb2.AbortRequest),
             "Tokenize": (self._tokens.tokenize, None),
             "Detokenize": (self._tokens.detokenize, None),
@@ -90,7 +91,7 @@ class GrpcServer:
             "GetUsage": (self._usage.get_usage, router_pb2.GetUsageRequest),
             "ListWorkers": (self._lists.list_workers, router_pb2.ListWorkersRequest),
         }
-        handlers: dict[str, Any] = {name: self.unary(name, *method) for name, method in unary.items()}
+        handlers = self.unary_methods(unary)
         handlers["Generate"] = grpc.unary_unary_rpc_method_handler(
             self.generation.generate, request_deserializer=None, response_serializer=None
         )
@@ -135,6 +136,10 @@ class GrpcServer:
             request_deserializer=None if kind is None else kind.FromString,
             response_serializer=_serialize,
         )
+
+    def unary_methods(self, methods: UnaryMethods) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+        """The handlers of methods that are given by name, each as `unary` takes it."""
+        return {name: self.unary(name, *method) for name, method in methods.items()}
 
     def stream(self, name: str, method: UnaryMethod, kind: Any) -> grpc.RpcMethodHandler[Any, Any]:
         """The handler of a method that writes its answers itself, and returns None."""

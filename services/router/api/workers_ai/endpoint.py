@@ -22,7 +22,6 @@ from libs.common.http.failure import ErrorShape, HttpFailure, failure_of
 from services.router.api.answers.answer_format import AnswerFormat
 from services.router.api.answers.exchange import read_exchange
 from services.router.api.answers.whole import run_to_end
-from services.router.api.content_encoding import decompress
 from services.router.api.http.generation import GenerationEndpoint
 from services.router.api.http.ignored_header import ignored_header
 from services.router.api.http.middleware import RECORD
@@ -145,16 +144,12 @@ class RunEndpoints:
         return await self._generation.generate(request, path=RUN_PATH, answer_format=RunFormat(body))
 
     async def _read(self, request: web.Request, caller: Caller, model: str) -> ParsedRun:
-        data = await self._reader.body(request, caller.tenant)
-        if not data:
+        sent = await self._reader.encoded_body(request, caller.tenant)
+        if not sent.data:
             raise RunBodyMissing("body", "Request is missing headers or body")
-        encoding = request.headers.get("Content-Encoding", "").lower()
-        n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
         try:
             parsed = await self._manager.read(
-                caller,
-                lambda: parse_run(decompress(data, encoding), model),
-                n_bytes=n_bytes,
+                caller, lambda: parse_run(sent.plain(), model), n_bytes=sent.n_bytes
             )
             is_queued = parsed.is_queued or _flag(request, "queueRequest")
             ignored = await self._check(caller, parsed.body, is_queued=is_queued)

@@ -184,7 +184,7 @@ def batch_handlers(service: BatchService, api: GrpcServer) -> Mapping[str, grpc.
         "ListBatches": (service.list_batches, batches_pb2.ListBatchesRequest),
         "CancelBatch": (service.cancel_batch, batches_pb2.CancelBatchRequest),
     }
-    handlers: dict[str, Any] = {name: api.unary(name, *method) for name, method in methods.items()}
+    handlers = api.unary_methods(methods)
     handlers["DownloadFile"] = api.stream(
         "DownloadFile", service.download_file, batches_pb2.DownloadFileRequest
     )
