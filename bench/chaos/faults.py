@@ -17,8 +17,9 @@ from pathlib import Path
 from bench.chaos.schedule import Action, Fault
 from bench.faults.faulty_disk import FaultyDisk
 from slipstream.errors import SlipstreamError
+from slipstream.operator_access import operator_dial
 from supervisor.cluster import ClusterSupervisor
-from supervisor.commands.drain import restart_processes
+from supervisor.commands.drain import restart_all
 
 # After a router is ready again, connections that its end broke may still be noticed for so long.
 _NOTICED_S = 3.0
@@ -61,7 +62,8 @@ class FaultInjector:
         watched = [asyncio.create_task(self._watch(name)) for name in routers]
         run_dir = Path(record.run_dir)
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for the report
-            await asyncio.to_thread(restart_processes, run_dir, None, rolling=True, timeout_s=_READY_S)
+            dial = operator_dial(run_dir)
+            await asyncio.to_thread(restart_all, run_dir, timeout_s=_READY_S, dial=dial)
         took_s = time.monotonic() - began_s
         await asyncio.gather(*watched)
         return took_s
