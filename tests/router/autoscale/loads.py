@@ -34,6 +34,7 @@ def tier(role: Role, n: int, **fields: Any) -> list[WorkerLoad]:
 
 def _report(random: Random) -> worker_pb2.LoadReport:
     due = random.choice([0.0, random.uniform(0, 1000)])
+    jobs: dict[str, Any] = {name: random.choice([0, random.randint(0, 100)]) for name in JOBS}
     return worker_pb2.LoadReport(
         requests_running=random.choice([0, 1, 2, 100]),
         requests_waiting=random.choice([0, 1, 100]),
@@ -42,7 +43,7 @@ def _report(random: Random) -> worker_pb2.LoadReport:
         requests_admitted=random.choice([0, 4, 100]),
         prefill_tokens_in_flight=random.choice([0, random.randint(0, 10**7)]),
         requests_unplaced=random.choice([0, 0, 3]),
-        **{name: random.choice([0, random.randint(0, 100)]) for name in JOBS},
+        **jobs,
         blocks_held=random.choice([0, random.randint(0, 1000)]),
         blocks_free=random.choice([0, random.randint(0, 1000)]),
         prefill_tokens_per_s=random.choice([0.0, 100.0, 5e4]),
