@@ -65,20 +65,20 @@ class RequestManager:
         self._grammar_thread = FairThreads(n_threads=1)
         self._allow_requested_prefill = allow_requested_prefill
         self._runs: dict[tuple[str, str], RunningRequest] = {}
-        # One for each request that is over for its client and not yet released on its workers.
-        self._release_tasks: set[asyncio.Task[None]] = set()
+        # Requests that are over for their clients, which may use the ids again, but not yet on the workers.
+        self._releasing: dict[RunningRequest, tuple[tuple[str, str], asyncio.Task[None]]] = {}
         self._unread_timer: asyncio.TimerHandle | None = None  # while requests run
         self._draining = False
 
     @property
     def held(self) -> int:
         """The number of requests that run or are not yet released on their workers."""
-        return len(self._runs)
+        return len(self._runs) + len(self._releasing)
 
     @property
     def running(self) -> list[RunningRequest]:
         """All requests that are not yet released on their workers."""
-        return list(self._runs.values())
+        return [*self._runs.values(), *self._releasing]
 
     async def read(self, caller: Caller, parse: Callable[[], T], *, n_bytes: int) -> T:
         """Parse a message of so many bytes with `parse`; a long one is parsed off the event loop.
@@ -204,10 +204,13 @@ class RequestManager:
             raise bounds.REQUEST_ID_IN_USE.refused()
 
     async def abort(self, tenant: str, request_id: str) -> None:
-        """End a request and wait until it is released. Does nothing for an unknown id."""
-        run = self._runs.get((tenant, request_id))
-        if run is not None:
-            run.end()
+        """End a request, and wait until all with its id are released. Does nothing for an unknown id."""
+        key = (tenant, request_id)
+        with_id = [run for run, (used, _) in self._releasing.items() if used == key]
+        if key in self._runs:
+            self._runs[key].end()
+            with_id.append(self._runs[key])
+        for run in with_id:
             await run.released.wait()
 
     def end_revoked(self, counts: Callable[[bytes], bool]) -> None:
@@ -238,9 +241,9 @@ class RequestManager:
     async def close(self) -> None:
         """End all requests and wait until they are released."""
         self.drain()
-        for run in list(self._runs.values()):
+        for run in self.running:
             run.end(errors.Draining("the router is stopping"))
-        for run in list(self._runs.values()):
+        for run in self.running:
             await run.released.wait()
         if self.context.metering is not None:
             await self.context.metering.close()
@@ -285,11 +288,7 @@ class RequestManager:
         )
 
     def _make_generation(
-        self,
-        run: RunningRequest,
-        request: GenerationRequest,
-        caller: Caller,
-        began_s: float,
+        self, run: RunningRequest, request: GenerationRequest, caller: Caller, began_s: float
     ) -> GenerationTask:
         run.end_wait(self.context.counters, self.context.clock())
         generation = run.generation = GenerationTask(
@@ -382,19 +381,19 @@ class RequestManager:
             self.gate.observe_prompt(
                 chars, prompt_tokens=sink.prompt_tokens, cached_tokens=sink.cached_tokens
             )
-        if not run.releasing:
-            self._released(run, key, chars)
-            return
-        self._release_tasks.add(release := asyncio.create_task(self._wait_released(run, key, chars)))
-        release.add_done_callback(self._release_tasks.discard)
+        del self._runs[key]
+        if run.releasing:
+            self._releasing[run] = key, asyncio.create_task(self._wait_released(run, key[0], chars))
+        else:
+            self._released(run, key[0], chars)
 
-    async def _wait_released(self, run: RunningRequest, key: tuple[str, str], chars: int) -> None:
+    async def _wait_released(self, run: RunningRequest, tenant: str, chars: int) -> None:
         await run.wait_released()
-        self._released(run, key, chars)
+        del self._releasing[run]
+        self._released(run, tenant, chars)
 
-    def _released(self, run: RunningRequest, key: tuple[str, str], chars: int) -> None:
-        self.texts.release(key[0], chars)
+    def _released(self, run: RunningRequest, tenant: str, chars: int) -> None:
+        self.texts.release(tenant, chars)
         if run.ticket is not None:
             run.ticket.end(output_tokens=run.sink.completion_tokens)
-        del self._runs[key]
         run.released.set()
