@@ -38,8 +38,8 @@ def open_device(name: str) -> torch.device:
 def free_device_bytes(name: str) -> int | None:
     """Memory that is free on a CUDA device; None for the CPU. Raises as `open_device` does.
 
-    What this process has freed counts: torch keeps it, as it does the copies of a layer that is loaded. The
-    call leaves a context on the device, so a rank asks of its device alone.
+    What this process has freed counts: torch keeps it. The call leaves a context on the device, so a rank
+    asks of its device alone.
     """
     device = open_device(name)
     if device.type != "cuda":

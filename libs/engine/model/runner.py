@@ -174,7 +174,7 @@ def open_weights(
 ) -> AbstractContextManager[WeightStore]:
     """Where the weights of this load are."""
     if options.packed_dir is None or not isinstance(kernels, NativeKernels):
-        return nullcontext(PrivateWeights())
+        return nullcontext(PrivateWeights(kernels.device))
     library, dtype = kernels.library_path, options.weight_dtype
     source = PackedSource(
         path=packed_path(options.packed_dir, model_dir, library, dtype),

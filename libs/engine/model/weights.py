@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -23,6 +23,7 @@ from libs.engine.packed.weight_store import PackableMatrix, PrivateWeights, Weig
 
 WeightDtype = Literal["auto", "float32", "bfloat16"]
 ComputeDtype = Literal["auto", "float32"]
+_TIED_ROWS = 1024  # of the head that are compared with the embedding at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class WeightLoader:
         Names in the store, and their order, are a format: a change needs another PACKING_VERSION.
         """
         self._checkpoint = checkpoint
-        self._store = store or PrivateWeights()
+        self._store = store or PrivateWeights(kernels.device)
         self._config = config
         self._kernels = kernels
         self._dtype = dtype
@@ -96,11 +97,17 @@ class WeightLoader:
         rows = self._checkpoint.rows(name, shape, self._dtype_of)
         if not c.tie_word_embeddings:
             return StoredMatrix(rows, c.hidden_size)
-        weight = rows.read()
         self._checkpoint.finish()
-        if not torch.equal(weight, embedding):
-            raise CheckpointError(name, "differs from the embedding, to which tie_word_embeddings ties it")
-        return DenseMatrix(weight)
+        self._check_tied(name, rows, lambda span: embedding[span].cpu())
+        return DenseMatrix(embedding)
+
+    def _check_tied(self, name: str, head: StoredRows, embedding: Callable[[slice], torch.Tensor]) -> None:
+        for first in range(0, self._config.vocab_size, _TIED_ROWS):
+            span = slice(first, first + _TIED_ROWS)
+            if not torch.equal(head.cut(span, None).read(), embedding(span)):
+                raise CheckpointError(
+                    name, "differs from the embedding, to which tie_word_embeddings ties it"
+                )
 
     def _layer(self, index: int) -> Layer:
         c = self._config

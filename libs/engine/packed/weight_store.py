@@ -28,6 +28,7 @@ from libs.engine.packed.packed_file import (
 # A matrix, or one in the form of the kernels, which is opaque to a loader.
 PackableMatrix = Any
 _KEYS, _VALUES = ".keys", ".values"
+_CPU = torch.device("cpu")
 
 
 class WeightStore(Protocol):
@@ -53,10 +54,13 @@ class WeightStore(Protocol):
 
 
 class PrivateWeights:
-    """Weights in the memory of this process."""
+    """Weights in the memory of this process, or on its device."""
+
+    def __init__(self, device: torch.device = _CPU) -> None:
+        self._device = device
 
     def empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype)
+        return torch.empty(*shape, dtype=dtype, device=self._device)
 
     def tensor(self, name: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         return make()

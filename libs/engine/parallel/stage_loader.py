@@ -11,7 +11,6 @@ import torch
 from libs.engine.kernels.interface import Kernels, MlpMatrices, Packed
 from libs.engine.kernels.layer import Layer
 from libs.engine.model.checkpoint import Checkpoint
-from libs.engine.model.shards import CheckpointError
 from libs.engine.model.weights import WeightDtype, WeightLoader
 from libs.engine.model_spec.config import ModelConfig
 from libs.engine.model_spec.stored_matrix import Matrix, StoredMatrix
@@ -65,11 +64,11 @@ class StageLoader(WeightLoader):
 
     def _head_rows(self) -> Matrix:
         c, name = self._config, self._checkpoint.head_name()
-        rows = self._embedding_rows()
+        rows = embedding = self._embedding_rows()
         if name is not None:
             head = self._checkpoint.rows(name, (c.vocab_size, c.hidden_size), self._dtype_of)
-            if c.tie_word_embeddings and not torch.equal(head.read(), rows.read()):
-                raise CheckpointError(name, "differs from the embedding, to which it is tied")
+            if c.tie_word_embeddings:
+                self._check_tied(name, head, lambda span: embedding.cut(span, None).read())
             rows = head
         return StoredMatrix(rows.cut(vocabulary_slice(self._place, c), None), c.hidden_size)
 

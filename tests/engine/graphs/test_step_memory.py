@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import tests.engine.kernels.gpu.interpreted  # noqa: F401  (before the programs)
 from bench.gpu.cases.random_model import RandomModel
@@ -24,51 +20,10 @@ from libs.engine.graphs.step_graphs import PlainStep
 from libs.engine.graphs.step_memory import StepMemory, estimate_step_memory
 from libs.engine.kernels.gpu.triton_kernels import TritonKernels
 from libs.engine.model_spec.config import ModelConfig
+from tests.support.live_bytes import peak_bytes_of
 
 PROCESSORS = 132
 CONTEXT, BLOCK = 8192, 64
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes of new tensors that were alive at once."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = self._live = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {storage_of(t)._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and storage_of(tensor)._cdata not in given | self._known:
-                self._add(storage_of(tensor))
-        return result
-
-    def _add(self, storage: Any) -> None:
-        key, n_bytes = storage._cdata, storage.nbytes()
-
-        def gone() -> None:
-            self._live -= n_bytes
-            self._known.discard(key)
-
-        weakref.finalize(storage, gone)
-        self._known.add(key)
-        self._live += n_bytes
-        self.peak = max(self.peak, self._live)
-
-
-def peak_of(step: Callable[[], None]) -> int:
-    live = LiveBytes()
-    with torch.inference_mode(), live:
-        step()
-    return live.peak
-
-
-def storage_of(tensor: torch.Tensor) -> Any:
-    return tensor.untyped_storage()
 
 
 class NoSteps:
@@ -104,8 +59,8 @@ def test_the_estimate_has_room_for_the_largest_step_and_little_more(
     steps, bucket = steps_of(config, limits), planned_buckets(limits)[0]
     steps._inputs_of(bucket)
     peaks = [
-        peak_of(partial(steps._compute, bucket)),
-        peak_of(partial(steps._choose, bucket.shape, True, True)),
+        peak_bytes_of(partial(steps._compute, bucket)),
+        peak_bytes_of(partial(steps._choose, bucket.shape, True, True)),
     ]
     assert min(peaks) > bucket.n_rows * config.vocab_size * 4, "both make logits"
     wanted = estimate(config, limits).pool_bytes

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from libs.engine.model_spec.matrix import DenseMatrix, Int4Matrix, unpack_int4
+from libs.engine.model_spec.matrix import DenseMatrix, Int4Matrix
 from libs.engine.model_spec.stored_matrix import Matrix, StoredMatrix
 
 _WORD_VALUES = 8
+# Of the rows that are in the host at once: a few copies of them, the widest of 4 bytes a value.
+_PIECE_VALUES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,42 +35,94 @@ class ExpertWeights:
 
 def repack_int4(matrix: Int4Matrix) -> tuple[torch.Tensor, torch.Tensor]:
     """The words and scales of `ExpertWeights` for one matrix. Padded columns have scale 0."""
-    block = _WORD_VALUES * matrix.group
-    n_padded = -(-matrix.cols // block) * block
-    nibbles = torch.full((matrix.rows, n_padded), 8, dtype=torch.int32)
-    nibbles[:, : matrix.cols] = unpack_int4(matrix.packed, matrix.cols).int() + 8
-    blocks = nibbles.view(matrix.rows, -1, _WORD_VALUES, matrix.group)
-    words = torch.zeros(blocks.shape[0], blocks.shape[1], matrix.group, dtype=torch.int32)
-    for index in range(_WORD_VALUES):
-        words |= blocks[:, :, index] << (4 * index)
+    n_padded = _padded(matrix.cols, matrix.group)
+    stored = matrix.packed.contiguous().view(torch.uint8)  # a byte has two nibbles, the lower one first
+    nibbles = torch.full((matrix.rows, n_padded), 8, dtype=torch.uint8)
+    nibbles[:, : matrix.cols] = torch.stack((stored & 0xF, stored >> 4), dim=-1).flatten(1)[:, : matrix.cols]
+    pairs = nibbles.view(matrix.rows, -1, _WORD_VALUES // 2, 2, matrix.group)
+    words = (pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4).transpose(2, 3).contiguous().view(torch.int32)
     scale = matrix.scale.new_zeros(n_padded // matrix.group, matrix.rows)
     scale[: matrix.scale.shape[1]] = matrix.scale.T
-    return words.flatten(1), scale
+    return words.view(matrix.rows, -1), scale
 
 
-def in_memory(matrix: Matrix) -> DenseMatrix | Int4Matrix:
-    """The matrix without its file."""
-    return matrix.read() if isinstance(matrix, StoredMatrix) else matrix
-
-
-def is_repackable(matrix: Matrix) -> bool:
-    """Whether a tile of words is a power of two of at least 16 values wide, which a matrix unit needs."""
-    return isinstance(matrix, Int4Matrix) and matrix.group >= 16 and matrix.group & (matrix.group - 1) == 0
+def int4_group(matrix: Matrix) -> int:
+    """The group of INT4 whose tiles of words a matrix unit takes: 16, 32, ... values wide; else 0."""
+    group = 0 if isinstance(matrix, DenseMatrix) else matrix.group
+    return group if group >= 16 and not group & (group - 1) else 0
 
 
 def stack_experts(
-    stored: Sequence[Sequence[Matrix]], device: torch.device, dense_dtype: torch.dtype
+    experts: Sequence[Sequence[Matrix]], device: torch.device, dense_dtype: torch.dtype
 ) -> ExpertWeights:
-    """Each expert's matrices, of equal columns, below one another. INT4 stays INT4 when all of it can."""
-    experts = [[in_memory(matrix) for matrix in expert] for expert in stored]
+    """Each expert's matrices, of equal columns, below one another. INT4 stays INT4 when all of it can.
+
+    Rows of a checkpoint go to their final place in pieces. So the host has no expert, and the device none
+    twice.
+    """
     rows, cols = sum(matrix.rows for matrix in experts[0]), experts[0][0].cols
-    groups = {m.group if isinstance(m, Int4Matrix) and is_repackable(m) else 0 for e in experts for m in e}
+    groups = {int4_group(matrix) for expert in experts for matrix in expert}
     if len(groups) == 1 and (group := groups.pop()):
-        packed = [[repack_int4(m) for m in expert if isinstance(m, Int4Matrix)] for expert in experts]
-        data = torch.stack([torch.cat([words for words, _ in parts]).to(device) for parts in packed])
-        scale = torch.stack([torch.cat([s for _, s in parts], dim=1).to(device) for parts in packed])
+        n_padded = _padded(cols, group)
+        shape = (len(experts), rows, n_padded // _WORD_VALUES)
+        data = torch.empty(shape, dtype=torch.int32, device=device)
+        dtypes = [_scale_dtype(matrix) for expert in experts for matrix in expert]
+        scale = torch.empty(
+            (len(experts), n_padded // group, rows),
+            dtype=functools.reduce(torch.promote_types, dtypes),
+            device=device,
+        )
+        for index, expert in enumerate(experts):
+            for span, piece in _pieces(expert):
+                assert isinstance(piece, Int4Matrix)
+                words, factors = repack_int4(piece)
+                data[index, span].copy_(words)
+                scale[index, :, span].copy_(factors)
         return ExpertWeights(data, scale, rows, cols, group)
-    dense = torch.stack(
-        [torch.cat([matrix.dequantised().to(dense_dtype) for matrix in e]).to(device) for e in experts]
-    )
+    dense = torch.empty((len(experts), rows, cols), dtype=dense_dtype, device=device)
+    for index, expert in enumerate(experts):
+        _fill(dense[index], expert)
     return ExpertWeights(dense, dense.new_zeros(1), rows, cols, 0)
+
+
+def stack_dense(matrices: Sequence[Matrix], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Matrices of equal columns below one another, dequantised: [rows, cols]."""
+    rows = sum(matrix.rows for matrix in matrices)
+    found = torch.empty((rows, matrices[0].cols), dtype=dtype, device=device)
+    _fill(found, matrices)
+    return found
+
+
+def _fill(target: torch.Tensor, matrices: Sequence[Matrix]) -> None:
+    for span, piece in _pieces(matrices):
+        values = piece.weight if isinstance(piece, DenseMatrix) else piece.dequantised()
+        target[span].copy_(values.to(target.dtype))
+
+
+def _pieces(matrices: Sequence[Matrix]) -> Iterator[tuple[slice, DenseMatrix | Int4Matrix]]:
+    """Some rows of the stacked matrices at a time, and where they are in the stack."""
+    begin = 0
+    for matrix in matrices:
+        step = max(1, _PIECE_VALUES // matrix.cols)
+        for first in range(0, matrix.rows, step):
+            rows = slice(first, min(first + step, matrix.rows))
+            yield slice(begin + rows.start, begin + rows.stop), _read_rows(matrix, rows)
+        begin += matrix.rows
+
+
+def _read_rows(matrix: Matrix, rows: slice) -> DenseMatrix | Int4Matrix:
+    if isinstance(matrix, StoredMatrix):
+        return matrix.cut_rows(rows).read()
+    if isinstance(matrix, DenseMatrix):
+        return DenseMatrix(matrix.weight[rows])
+    return Int4Matrix(matrix.packed[rows], matrix.scale[rows], matrix.cols, matrix.group)
+
+
+def _padded(cols: int, group: int) -> int:
+    block = _WORD_VALUES * group
+    return -(-cols // block) * block
+
+
+def _scale_dtype(matrix: Matrix) -> torch.dtype:
+    assert not isinstance(matrix, DenseMatrix) and matrix.scale is not None
+    return matrix.scale.dtype

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import torch
 
 from libs.engine.kernels.gpu.device_plan import DevicePlan, upload
-from libs.engine.kernels.gpu.expert_weights import ExpertWeights, in_memory, is_repackable, stack_experts
+from libs.engine.kernels.gpu.expert_weights import ExpertWeights, int4_group, stack_dense, stack_experts
 from libs.engine.kernels.gpu.grouped_gemm import combine, grouped_gemm
 from libs.engine.kernels.gpu.kv_splits import KvSplits, choose_split_tokens, count_splits, upload_splits
 from libs.engine.kernels.gpu.mla_decode import mla_decode
@@ -111,21 +112,17 @@ class TritonKernels:
         shared: MlpMatrices | None,
         config: ModelConfig,
     ) -> Packed:
-        gate_up: list[ExpertWeights] = []
-        down: list[ExpertWeights] = []
-        place_of: list[int] = []
-        for expert in experts:
-            place_of.append(len(down) if expert else -1)
-            if expert:
-                gate_up.append(stack_experts([expert[:2]], self.device, self.dtype))
-                down.append(stack_experts([expert[2:]], self.device, self.dtype))
+        of_all = list(experts)  # those of a checkpoint are not read yet
+        held = [expert for expert in of_all if expert]
+        places = count()
+        place_of = [next(places) if expert else -1 for expert in of_all]
         return RoutedWeights(
             router=router.dequantised().to(self.device),
             correction_bias=self.place(correction_bias),
             place_of=torch.tensor(place_of, dtype=torch.int32, device=self.device),
-            n_held=len(down),
-            gate_up=_joined(gate_up),
-            down=_joined(down),
+            n_held=len(held),
+            gate_up=stack_experts([expert[:2] for expert in held], self.device, self.dtype),
+            down=stack_experts([expert[2:] for expert in held], self.device, self.dtype),
             shared=self.pack_mlp(shared) if shared else None,
             config=config,
         )
@@ -213,10 +210,9 @@ class TritonKernels:
 
     def _stacked(self, matrices: tuple[Matrix, ...]) -> Packed:
         """INT4 for the grouped product, anything else as a matrix for cuBLAS."""
-        matrices = tuple(in_memory(matrix) for matrix in matrices)
-        if all(is_repackable(matrix) for matrix in matrices):
+        if all(int4_group(matrix) for matrix in matrices):
             return stack_experts([matrices], self.device, self.dtype)
-        return torch.cat([m.dequantised().to(self.dtype) for m in matrices]).to(self.device)
+        return stack_dense(matrices, self.device, self.dtype)
 
     def _product(self, x: torch.Tensor, weight: Packed, out_dtype: torch.dtype) -> torch.Tensor:
         if isinstance(weight, ExpertWeights):
@@ -274,9 +270,3 @@ class TritonKernels:
         if self._uploaded is None or self._uploaded[0] is not plan:
             self._uploaded = plan, upload(plan, self.device)
         return self._uploaded[1]
-
-
-def _joined(parts: list[ExpertWeights]) -> ExpertWeights:
-    first = parts[0]
-    data = torch.cat([part.data for part in parts])
-    return ExpertWeights(data, torch.cat([part.scale for part in parts]), first.rows, first.cols, first.group)
