@@ -70,12 +70,14 @@ class PagedEngine:
         self._blocks = BlockManager(model.info.n_pages)
         self._features = BlockFeatures(feature_bytes(model.info.n_pages * model.info.page_bytes))
         self._copies = PageCopies(model.memory, model.info.page_bytes, model.page_parts)
-        self._shared = SharedBlocks(self._blocks, self._copies, model.info, enabled=share_running_prefixes)
+        self.state_lock = StateLock()
+        self._shared = SharedBlocks(
+            self._blocks, self._copies, model.info, self.state_lock.released, enabled=share_running_prefixes
+        )
         self._sequences: dict[str, EngineSequence] = {}
         self._shares = PrefillShares()
         self._pins = PagePins(self._blocks)
         self._step_abort = StepAbort()
-        self.state_lock = StateLock()
         self._n_started = 0
         self._slice_numbers = count(1)
         self._n_starved = 0  # decoding sequences that wait for a page, which new sequences may not take
@@ -134,7 +136,10 @@ class PagedEngine:
             )
         block_tokens = self.info.block_tokens
         filled = slice(sequence.n_computed // block_tokens, -(-n_tokens // block_tokens))
-        self._copies.receive(sequence.pages[filled])
+        with self.state_lock.released():  # only this thread gives pages to others, also released ones
+            self._copies.receive(sequence.pages[filled])
+        if seq_id not in self._sequences:
+            raise NotFound(f"no sequence {seq_id}: it was released meanwhile")
         sequence.n_computed = n_tokens
         # Without the block of the last token, because this engine may still compute it into this page.
         sequence.commit_blocks(min(n_tokens, sequence.n_tokens - 1), self._blocks)
@@ -226,6 +231,9 @@ class PagedEngine:
         prefilling = [s for s in self._sequences.values() if s.state is SequenceState.PREFILLING]
         self._shares.observe([sequence.spec.salt for sequence in prefilling])
         copied = self._shared.copy_new(prefilling)
+        # Other threads may release sequences while pages are copied.
+        prefilling = [s for s in prefilling if s.spec.seq_id in self._sequences]
+        copied = {seq_id: n_tokens for seq_id, n_tokens in copied.items() if seq_id in self._sequences}
         for seq_id in copied:
             self._sequences[seq_id].restore_features(self._features)
         candidates, starved = find_candidates(

@@ -39,6 +39,9 @@ from slipstream.errors import FailedPrecondition
 
 log = logging.getLogger(__name__)
 
+# Of the pages that ranks collect before a step may take its turn: their copy takes about as long as a step.
+_TURN_BYTES = 64 << 20
+
 
 class GroupBroken(BaseException):
     """A batch failed at a rank, so that the ranks no longer agree: the process has to end.
@@ -159,7 +162,9 @@ class GroupRunner:
         Not so once the group closes: copies that wait for peers may come behind the end of the engine.
         """
         try:
-            self._move(PageMove.COLLECT, list(pages))
+            step = max(1, _TURN_BYTES // self.cache.page_bytes)
+            for begin in range(0, len(pages), step):
+                self._move(PageMove.COLLECT, list(pages[begin : begin + step]))
         except GroupBroken as error:
             if not self._is_closed:
                 self._on_death(str(error))

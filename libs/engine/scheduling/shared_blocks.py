@@ -5,7 +5,8 @@ The block is copied and not referenced, because peers know the addresses of a pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from libs.engine.kv.block_manager import BlockManager
 from libs.engine.kv.page_copies import PageCopies
@@ -22,16 +23,22 @@ class SharedBlocks:
         blocks: BlockManager,
         copies: PageCopies,
         info: EngineInfo,
+        unlocked: Callable[[], AbstractContextManager[None]],
         *,
         enabled: bool = True,
     ) -> None:
+        """`unlocked`: releases the engine's lock for a while, which the calls here are under."""
         self._blocks = blocks
         self._copies = copies
+        self._unlocked = unlocked
         self._block_tokens = info.block_tokens
         self._enabled = enabled
 
     def copy_new(self, prefilling: Sequence[EngineSequence]) -> dict[str, int]:
-        """Copy the blocks that became findable since the last call; returns the tokens saved per sequence."""
+        """Copy the blocks that became findable since the last call; returns the tokens saved per sequence.
+
+        Releases the lock while it copies: a copy by the ranks of a group waits for other commands of them.
+        """
         if not self._enabled:
             return {}
         users = [s for s in prefilling if not s.scores_prompt]
@@ -57,10 +64,12 @@ class SharedBlocks:
         found = self._blocks.match(self._reusable(sequence)[first:])
         if not found:
             return 0
-        self._copies.copy(zip(found, sequence.pages[first:], strict=False))
-        # Mark the sources as recently used, so that they are not evicted next.
         self._blocks.acquire(found)
-        self._blocks.release(found)
+        try:
+            with self._unlocked():
+                self._copies.copy(zip(found, sequence.pages[first:], strict=False))
+        finally:
+            self._blocks.release(found)  # marks them as recently used, so that they are not evicted next
         before = sequence.n_computed
         sequence.n_computed = (first + len(found)) * self._block_tokens
         return sequence.n_computed - before

@@ -17,7 +17,7 @@ class PageParts(Protocol):
         ...
 
     def collect(self, pages: Sequence[int]) -> None:
-        """Copy pages that no step writes to `Engine.memory`. Any thread; waits for a step that runs."""
+        """Copy pages that no step writes to `Engine.memory`. Any thread; takes turns with steps."""
         ...
 
     def scatter(self, pages: Sequence[int]) -> None:

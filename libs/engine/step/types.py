@@ -245,7 +245,7 @@ class Engine(Protocol):
     def fill(self, seq_id: str, n_tokens: int) -> None:
         """Record that the reserved pages have verified KV of positions [cached_tokens, n_tokens).
 
-        With `page_parts` it takes these pages from `memory`.
+        With `page_parts` it takes these pages from `memory`. A sequence that is released then is NotFound.
 
         Allowed only between reserve and start; n_tokens never falls. Raises NotFound, FailedPrecondition.
         """

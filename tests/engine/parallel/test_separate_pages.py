@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,10 @@ import torch
 
 from libs.engine.core.engine import PagedEngine
 from libs.engine.model.runner import ModelRunner, RunnerOptions
+from libs.engine.parallel import group_runner
+from libs.engine.parallel.commands import PageCommand
 from libs.engine.parallel.group_runner import GroupRunner
+from libs.engine.step.batch import ForwardOutput
 from tests.engine.parallel.forked_ranks import forked_group
 from tests.engine.parallel.test_group import (
     BATCHES,
@@ -131,6 +134,39 @@ def test_pages_are_collected_beside_steps(one: ModelRunner, group: GroupRunner) 
     for output in found:
         torch.testing.assert_close(output.logits, expected[1].logits, rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(group.cache.pages[:12], one.cache.pages[:12], rtol=0, atol=TOLERANCE)
+
+
+def test_a_step_passes_between_the_pieces_of_a_large_collection(
+    one: ModelRunner, group: GroupRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = group.page_parts
+    assert parts is not None
+    written = sorted({int(page) for page in BATCHES[0].page_table.ravel()})
+    expected = one.forward(BATCHES[0])
+    group.forward(BATCHES[0])
+    monkeypatch.setattr(group_runner, "_TURN_BYTES", 2 * group.cache.page_bytes)
+    group.cache.pages.fill_(7.0)
+    steps: list[tuple[Future[ForwardOutput], int]] = []
+    move = group._model.move_pages
+
+    def moving(command: PageCommand) -> None:
+        """The first piece has its turn; a step asks for one before the second does."""
+        move(command)
+        if not steps:
+            asked = group._turn._drawn
+            steps.append((threads.submit(group.forward, BATCHES[0]), asked))
+            while group._turn._drawn == asked:
+                pass
+
+    with ThreadPoolExecutor(1) as threads:
+        monkeypatch.setattr(group._model, "move_pages", moving)
+        first = group._turn._drawn
+        parts.collect(written)
+        [(step, asked)] = steps
+        torch.testing.assert_close(step.result(60).logits, expected.logits, rtol=0, atol=TOLERANCE)
+    assert asked == first + 1, "the step has the turn behind the first piece"
+    assert group._turn._drawn == first + 1 + -(-len(written) // 2)
+    torch.testing.assert_close(group.cache.pages[written], one.cache.pages[written], rtol=0, atol=TOLERANCE)
 
 
 def prefilled(engine: PagedEngine, prompt: list[int]) -> tuple[list[bytes], int]:

@@ -1,0 +1,152 @@
+"""Copies of pages by other processes: the engine's thread waits for them, and no other thread does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from libs.engine.core.engine import PagedEngine
+from libs.engine.core.fake import FakeModel, build_fake_engine
+from slipstream.errors import NotFound
+from tests.engine.support import check_accounting, drive, generate, make_spec
+
+BLOCK = 4
+PROMPT = list(range(1, 19))
+WAIT_S = 10.0
+
+
+class HeldMoves:
+    """A `PageParts` whose copies wait for `go`; `begun` is set by each. It has one memory, that of peers."""
+
+    def __init__(self, model: FakeModel) -> None:
+        self._memory, self._page_bytes = model.memory, model.info.page_bytes
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.moved: list[int] = []
+
+    def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
+        known = list(pairs)
+        self._wait(target for _, target in known)
+        for source, target in known:
+            self._memory[self._span(target)] = self._memory[self._span(source)]
+
+    def collect(self, pages: Sequence[int]) -> None:
+        raise AssertionError("no test exports pages")
+
+    def scatter(self, pages: Sequence[int]) -> None:
+        self._wait(pages)
+
+    def _wait(self, pages: Iterable[int]) -> None:
+        self.begun.set()
+        assert self.go.wait(WAIT_S)
+        self.moved += pages
+
+    def _span(self, page: int) -> slice:
+        return slice(page * self._page_bytes, (page + 1) * self._page_bytes)
+
+
+def build() -> PagedEngine:
+    return build_fake_engine(n_pages=32, block_tokens=BLOCK, vocab_size=50, max_context_tokens=64)
+
+
+@pytest.fixture
+def model() -> FakeModel:
+    found = build().model
+    assert isinstance(found, FakeModel)
+    return found
+
+
+@pytest.fixture
+def moves(model: FakeModel) -> HeldMoves:
+    return HeldMoves(model)
+
+
+@pytest.fixture
+def engine(model: FakeModel, moves: HeldMoves) -> PagedEngine:
+    """Only the calls of `try_release` are beside others, as those of the event loop are."""
+    model.page_parts = moves  # type: ignore[assignment]
+    return PagedEngine(model)
+
+
+@pytest.fixture
+def on_thread(moves: HeldMoves) -> Iterator[Callable[[Callable[[], object]], Future[object]]]:
+    """Run a call on a thread as the engine's, until its first copy waits."""
+    with ThreadPoolExecutor(1) as thread:
+
+        def begin(call: Callable[[], object]) -> Future[object]:
+            future = thread.submit(call)
+            assert moves.begun.wait(WAIT_S)
+            return future
+
+        yield begin
+        moves.go.set()
+
+
+Begin = Callable[[Callable[[], object]], "Future[object]"]
+
+
+def released_meanwhile(engine: PagedEngine, seq_id: str) -> None:
+    """Release as the event loop does. Fails when that waits for the copy, which goes on only afterwards."""
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(engine.try_release, seq_id).result(WAIT_S / 2)
+
+
+def test_a_release_does_not_wait_for_pages_that_arrive(
+    engine: PagedEngine, moves: HeldMoves, on_thread: Begin
+) -> None:
+    pages = engine.reserve(make_spec("a", PROMPT)).pages
+    engine.reserve(make_spec("other", PROMPT[5:]))
+    filled = on_thread(lambda: engine.fill("a", 16))
+    released_meanwhile(engine, "other")
+    moves.go.set()
+    filled.result(WAIT_S)
+    assert moves.moved == list(pages[:4])
+    engine.release("a")
+    check_accounting(engine)
+    assert engine.reserve(make_spec("b", PROMPT)).cached_tokens == 16
+
+
+def test_pages_of_a_sequence_that_is_released_while_they_arrive_are_not_cached(
+    engine: PagedEngine, moves: HeldMoves, on_thread: Begin
+) -> None:
+    engine.reserve(make_spec("a", PROMPT))
+    filled = on_thread(lambda: engine.fill("a", 16))
+    released_meanwhile(engine, "a")
+    moves.go.set()
+    with pytest.raises(NotFound):
+        filled.result(WAIT_S)
+    check_accounting(engine)
+    assert engine.ledger().pages_free == 32
+    assert engine.reserve(make_spec("b", PROMPT)).cached_tokens == 0
+
+
+@pytest.mark.parametrize("leaves", ["reader", "other"])
+def test_a_release_does_not_wait_for_copies_of_a_shared_prefix(
+    engine: PagedEngine, moves: HeldMoves, on_thread: Begin, leaves: str
+) -> None:
+    """`reader` copies the blocks of `source`. It may leave meanwhile, and its output then never comes."""
+    alone = generate(build(), [make_spec("x", PROMPT)])
+    for seq_id, prompt in (("source", PROMPT), ("reader", PROMPT), ("other", PROMPT[5:])):
+        engine.reserve(make_spec(seq_id, prompt))
+    engine.start("source")
+    engine.step()
+    engine.start("reader")
+    engine.start("other")
+    stepped = on_thread(engine.step)
+    released_meanwhile(engine, leaves)
+    moves.go.set()
+    outputs = stepped.result(WAIT_S)
+    assert isinstance(outputs, list)
+    assert leaves not in {output.seq_id for output in outputs}
+    check_accounting(engine)
+    transcript = drive(engine)
+    if leaves == "other":
+        found = [token for output in outputs if output.seq_id == "reader" for token in output.tokens]
+        assert found + transcript.tokens["reader"] == alone["x"]
+    engine.release("source")
+    engine.release("reader")
+    engine.release("other")
+    check_accounting(engine)
+    assert engine.ledger().pages_held == 0
