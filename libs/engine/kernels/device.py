@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +15,8 @@ from slipstream.errors import FailedPrecondition, InvalidArgument
 
 if TYPE_CHECKING:
     from libs.engine.kernels.gpu.triton_kernels import TritonKernels
+
+log = logging.getLogger(__name__)
 
 
 def open_device(name: str) -> torch.device:
@@ -46,6 +50,16 @@ def free_device_bytes(name: str) -> int | None:
         return None
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info(device)[0])
+
+
+def host_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory in the host for copies of a device's tensors: pinned for CUDA, if the system has some."""
+    if device.type == "cuda":
+        try:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        except RuntimeError as error:
+            log.warning("copies of %s pass through pageable memory: %s", device, error)
+    return torch.empty(shape, dtype=dtype)
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

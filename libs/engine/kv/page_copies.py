@@ -12,12 +12,15 @@ Where several processes have parts of the pages, each copy is theirs, and pages 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from libs.engine.step.page_parts import PageParts
 from libs.engine.step.types import DeviceBytes
+
+log = logging.getLogger(__name__)
 
 
 class PageCopies:
@@ -38,6 +41,7 @@ class PageCopies:
             self._cuda = torch.cuda
             self._copied = self._cuda.Event()
             self._stream = self._cuda.Stream(memory.device)  # never waits for another stream by itself
+        self._pins = self._stream is not None
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy the first page of each pair to the second."""
@@ -60,12 +64,25 @@ class PageCopies:
         if isinstance(content, memoryview):
             return content
         with self._behind_copies(has_landed=has_landed):
-            return memoryview(content.cpu().numpy())
+            return memoryview(self._to_host(content).numpy())
 
     def receive(self, pages: Sequence[int]) -> None:
         """Let steps read pages that peers wrote to the memory; only the engine's thread calls it."""
         if self._parts is not None:
             self._parts.scatter(pages)
+
+    def _to_host(self, content: DeviceBytes) -> Any:
+        """A copy in the host, made on the current stream: in pinned memory as long as the system has some."""
+        if self._pins:
+            try:
+                found = content.to("cpu", non_blocking=True)  # torch pins the target of such a copy
+            except RuntimeError as error:
+                self._pins = False
+                log.warning("pages of the device are copied through pageable memory: %s", error)
+            else:
+                self._stream.synchronize()
+                return found
+        return content.cpu()
 
     def _behind_copies(self, *, has_landed: bool) -> AbstractContextManager[Any]:
         if self._stream is None:

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from libs.engine.kernels.device import wait_for_device
+from libs.engine.kernels.device import host_buffer, wait_for_device
 from libs.engine.kv.cache import CacheShape, PagedLatentCache
 from libs.engine.model_spec.kv_share import KvShare
 from libs.engine.model_spec.plan import ALL_SLOTS, BatchPlan
 
-# Of the pinned memory through which pages of a device pass.
-_PINNED_BYTES = 32 << 20
+# Of the host memory through which pages of a device pass.
+_STAGING_BYTES = 32 << 20
 
 
 class RankPages:
@@ -39,7 +39,7 @@ class RankPages:
         self._first_slot = slots.start
         # The rank's part of each page.
         self._part = host.pages[:, layers.start : layers.stop, slots]
-        self._pinned: torch.Tensor | None = None
+        self._staging: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -71,16 +71,15 @@ class RankPages:
             wait_for_device(self.device)  # the next pages pass through the same memory
 
     def _staged(self, pages: Sequence[int]) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """The pages in parts, each with host memory of its size. It is pinned for those of a device."""
-        if self._pinned is None:
-            n_pages = max(1, min(_PINNED_BYTES // self.own.page_bytes, self.own.shape.n_pages))
+        """The pages in parts, each with host memory of its size."""
+        if self._staging is None:
+            n_pages = max(1, min(_STAGING_BYTES // self.own.page_bytes, self.own.shape.n_pages))
             shape = (n_pages, *self.own.pages.shape[1:])
-            is_pinned = self.device.type == "cuda"
-            self._pinned = torch.empty(shape, dtype=self.own.pages.dtype, pin_memory=is_pinned)
-        step = len(self._pinned)
+            self._staging = host_buffer(shape, self.own.pages.dtype, self.device)
+        step = len(self._staging)
         for begin in range(0, len(pages), step):
             some = [int(page) for page in pages[begin : begin + step]]
-            yield some, self._pinned[: len(some)]
+            yield some, self._staging[: len(some)]
 
 
 def part_shape(shape: CacheShape, layers: range, share: KvShare) -> CacheShape:

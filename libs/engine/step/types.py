@@ -192,6 +192,10 @@ class DeviceBytes(Tensor, Protocol):
         """A copy in the host, made behind the work of the calling thread's stream."""
         ...
 
+    def to(self, device: str, /, *, non_blocking: bool) -> Any:
+        """A copy there, made as `cpu` does; `non_blocking`: it may run on when the call returns."""
+        ...
+
     def __getitem__(self, span: slice, /) -> DeviceBytes: ...
 
     # Any: a tensor accepts only memory of the same kind.

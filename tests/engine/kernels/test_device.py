@@ -12,6 +12,7 @@ from libs.engine.core.build import EngineOptions, build_engine
 from libs.engine.kernels import device as device_module
 from libs.engine.kernels.device import (
     free_device_bytes,
+    host_buffer,
     open_device,
     open_triton_kernels,
     wait_for_device,
@@ -98,3 +99,24 @@ def test_memory_that_torch_keeps_is_free(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free["bytes"], 1000))
     assert free_device_bytes("cuda:1") == 140
     assert free_device_bytes("cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("device", "has_room", "pins"), [("cpu", True, 0), ("cuda", True, 1), ("cuda", False, 1)]
+)
+def test_host_memory_is_pinned_for_cuda_if_there_is_some(
+    monkeypatch: pytest.MonkeyPatch, device: str, has_room: bool, pins: int
+) -> None:
+    asked: list[bool] = []
+    empty = torch.empty
+
+    def allocate(shape: tuple[int, ...], *, dtype: torch.dtype, pin_memory: bool = False) -> torch.Tensor:
+        asked.append(pin_memory)
+        if pin_memory and not has_room:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    found = host_buffer((2, 3), torch.bfloat16, torch.device(device))
+    assert (found.shape, found.dtype, found.device.type) == ((2, 3), torch.bfloat16, "cpu")
+    assert asked.count(True) == pins and asked[-1] is (pins == 1 and has_room)

@@ -14,10 +14,10 @@ import torch
 
 class LateStream:
     def __init__(self, device: object = None) -> None:
-        self._work: list[Callable[[], None]] = []
+        self._work: list[Callable[[], object]] = []
         self._n_done = 0
 
-    def launch(self, work: Callable[[], None]) -> None:
+    def launch(self, work: Callable[[], object]) -> None:
         self._work.append(work)
 
     @property
@@ -58,6 +58,7 @@ class LateCuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps = self._current = LateStream()
+        self.pinned_bytes, self.pinnable_bytes = 0, 1 << 30
         for name, value in (("Stream", LateStream), ("Event", LateEvent), ("stream", self.stream)):
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self._current)
@@ -80,7 +81,10 @@ class LateCuda:
 
 
 class LateMemory:
-    """A flat tensor of a device: assignments run on the current stream, and `cpu` waits for that one."""
+    """A flat tensor of a device: assignments run on the current stream, and `cpu` waits for that one.
+
+    `to` makes its target at once, if memory can be pinned, and fills it on that stream.
+    """
 
     def __init__(self, cuda: LateCuda, values: np.ndarray[Any, Any]) -> None:
         self._cuda, self._values = cuda, values
@@ -99,6 +103,15 @@ class LateMemory:
     def cpu(self) -> torch.Tensor:
         self._cuda.current.synchronize()
         return torch.from_numpy(self._values.copy())
+
+    def to(self, device: str, *, non_blocking: bool) -> torch.Tensor:
+        assert device == "cpu" and non_blocking
+        self._cuda.pinned_bytes += self.nbytes
+        if self._cuda.pinned_bytes > self._cuda.pinnable_bytes:
+            raise RuntimeError("CUDA error: out of memory")
+        target = torch.full((self.nbytes,), 255, dtype=torch.uint8)
+        self._cuda.current.launch(lambda: target.copy_(torch.from_numpy(self._values)))
+        return target
 
     def data_ptr(self) -> int:
         raise NotImplementedError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from libs.engine.kv.page_copies import PageCopies
 from tests.engine.kv.late_streams import LateCuda, LateMemory
@@ -54,3 +55,32 @@ def test_a_read_of_a_landed_page_waits_for_the_copies_of_the_transport(cuda: Lat
     memory[page_of(memory, 2)] = 8  # by the transport, on the default stream
     assert bytes(copies.read(2, has_landed=True)) == bytes([8] * PAGE_BYTES)
     assert cuda.current is cuda.steps
+
+
+def test_a_page_is_read_into_pinned_memory_and_complete(cuda: LateCuda) -> None:
+    memory = cuda.memory(4 * PAGE_BYTES)
+    copies = PageCopies(memory, PAGE_BYTES)
+    memory[page_of(memory, 1)] = 5
+    cuda.steps.synchronize()
+    assert bytes(copies.read(1)) == bytes([5] * PAGE_BYTES)
+    assert cuda.pinned_bytes == PAGE_BYTES
+
+
+def test_without_pinned_memory_pages_pass_through_pageable_memory(
+    cuda: LateCuda, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = cuda.memory(4 * PAGE_BYTES)
+    cuda.pinnable_bytes = PAGE_BYTES
+    copies = PageCopies(memory, PAGE_BYTES)
+    memory[page_of(memory, 1)] = 5
+    copies.copy([(1, 2), (1, 3)])
+    assert [bytes(copies.read(page)) for page in (1, 2, 3)] == [bytes([5] * PAGE_BYTES)] * 3
+    assert cuda.pinned_bytes == 2 * PAGE_BYTES, "the third read does not try again"
+    assert len(caplog.records) == 1
+
+
+def test_another_device_has_no_pinned_memory() -> None:
+    memory = torch.arange(2 * PAGE_BYTES, dtype=torch.uint8)
+    copies = PageCopies(memory, PAGE_BYTES)
+    page = copies.read(1)
+    assert bytes(page) == bytes(range(PAGE_BYTES, 2 * PAGE_BYTES))
