@@ -37,6 +37,10 @@ class DecodeApp(EngineApp):
     _speculation: RemoteSpeculation | LocalSpeculation | None = None
     _fleet: Fleet | None = None
 
+    @property
+    def decode_steps(self) -> DecodeStepsName:
+        return cast(DecodeStepsName, self.options.decode_steps)
+
     async def make_draft_source(self, discovery: Discovery) -> DraftSource | None:
         """The source of drafts; None where flags or the lack of a draft head rule them out.
 
@@ -59,12 +63,11 @@ class DecodeApp(EngineApp):
         return self._speculation
 
     def make_builder(self) -> Callable[[], Engine]:
-        decode_steps = cast(DecodeStepsName, self.options.decode_steps)
         local = self._speculation
         build = engine_builder(
             self.options,
             self.progress,
-            decode_steps=decode_steps,
+            decode_steps=self.decode_steps,
             max_draft_tokens=self._max_draft_tokens(),
             has_local_head=isinstance(local, LocalSpeculation),
         )

@@ -15,7 +15,7 @@ from libs.common.runtime.settings import check_peers, checked_value, parse_endpo
 from libs.common.transport.open import TransportChoice
 from libs.common.worker_bounds import MAX_CONFIG_BYTES
 from libs.engine.model_spec.config import load_config
-from libs.engine.parallel.limits import group_refusals
+from libs.engine.parallel.limits import CPU_KERNELS, group_refusals
 from libs.engine.parallel.sizes import check_sizes, parse_sizes
 from services.decode.settings import DecodeSettings
 from services.router.metering.key_limits import check_limits
@@ -38,7 +38,7 @@ _MOONCAKE_LIBRARIES = {
     "libnuma1": "libnuma.so.1",
     "libcurl4": "libcurl.so.4",
 }
-_CPU_KERNELS = "native"  # of workers on the processor: no setting names others
+_DECODE_STEPS = "--config, [decode] decode_steps"
 # etcd preallocates its log in two files of 64 MB. Without that space it fails with a stack trace, at once or
 # later. The rest is for logs and for the supervisor's records.
 _ETCD_BYTES = 128_000_000
@@ -116,12 +116,13 @@ def _check_cut(role: Role, config: ClusterConfig) -> None:
     refusals = group_refusals(
         sizes,
         device=config.device(role),
-        kernels=_CPU_KERNELS,
+        kernels=CPU_KERNELS,
         block_tokens=config.block_tokens,
         decode_steps=config.decode_steps if role is Role.DECODE else DecodeSettings.decode_steps,
     )
     if refusals:
-        raise InvalidArgument(name, refusals[0].reason)
+        is_of_steps = refusals[0].field == "decode_steps"
+        raise InvalidArgument(_DECODE_STEPS if is_of_steps else name, refusals[0].reason)
     try:
         model = load_config(config.model)
     except InvalidArgument:

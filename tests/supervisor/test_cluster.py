@@ -208,13 +208,13 @@ async def test_cuts_that_no_worker_runs_are_refused_before_anything_starts(fake:
     heads = "tp=5 does not divide the model's"
     await wrong_flag(fake, f"--prefill-parallel: {heads}", **shipped, prefill_parallel="tp=5")
     await wrong_flag(fake, f"{named}: pp=7 is more than the model's 5 layers", **shipped, **of_file)
-    split = "--decode-parallel: the triton kernels do not split KV"
+    split = "--decode-parallel: kv=2: the triton kernels do not split KV"
     await wrong_flag(fake, split, **cuda, decode_parallel="kv=2")
     moved = "--prefill-parallel: dp=2 moves sequences between ranks, whose KV pages are separate on cuda:2"
     await wrong_flag(fake, moved, **cuda, prefill_parallel="dp=2")
     # Of workers that do not run, nothing is asked.
     config_check.check_config(fake.but(**shipped, **of_file, decode=0, etcd="127.0.0.1:1"))
-    captured = f"{named}: 'graphs' captures steps of one process"
+    captured = r"--config, \[decode\] decode_steps: 'graphs' captures steps of one process"
     await wrong_flag(fake, captured, **cuda, **of_file, decode_steps="graphs")
 
 

@@ -6,6 +6,8 @@ from libs.engine.kernels.device_name import cuda_index
 from libs.engine.parallel.sizes import ParallelSizes, check_kv_split
 from slipstream.errors import InvalidArgument
 
+CPU_KERNELS = "native"  # of every worker without a device
+
 
 def group_refusals(
     sizes: ParallelSizes,

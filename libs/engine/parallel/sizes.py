@@ -98,7 +98,7 @@ def check_kv_split(sizes: ParallelSizes, block_tokens: int, kernels: str, field:
     if block_tokens % sizes.kv:
         raise InvalidArgument(field, f"kv={sizes.kv} does not divide the {block_tokens} tokens of a KV page")
     if sizes.kv > 1 and kernels == "triton":
-        raise InvalidArgument(field, f"the {kernels} kernels do not split KV by position")
+        raise InvalidArgument(field, f"kv={sizes.kv}: the {kernels} kernels do not split KV by position")
 
 
 @dataclass(frozen=True, slots=True)

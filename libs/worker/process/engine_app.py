@@ -18,7 +18,13 @@ from libs.worker.engine.engine_thread import DraftSource
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.core import WorkerCore
 from libs.worker.process.identity import worker_fingerprint
-from libs.worker.process.settings import EngineSettings, engine_builder, require_models
+from libs.worker.process.settings import (
+    DecodeStepsName,
+    EngineSettings,
+    check_ranks,
+    engine_builder,
+    require_models,
+)
 from libs.worker.process.warm_up import warm_up
 from slipstream.rpc.hosts import host_of
 from slipstream.v1 import kv_events_pb2_grpc, worker_pb2
@@ -46,12 +52,18 @@ class EngineApp(WorkerApp):
     wants_features = True
 
     def __init__(self, options: EngineSettings) -> None:
-        """Raises InvalidArgument for an engine without a model."""
+        """Raises InvalidArgument for an engine without a model, ModelUnusable for ranks that none runs."""
         super().__init__(options)
         require_models(options, "model")
+        check_ranks(options, self.decode_steps)
         self._stack = contextlib.AsyncExitStack()
         self.core: WorkerCore | None = None
         self.service: EngineService | None = None
+
+    @property
+    def decode_steps(self) -> DecodeStepsName:
+        """How steps of decode rows run; prefill has no other."""
+        return "plain"
 
     async def make_draft_source(self, discovery: Discovery) -> DraftSource | None:
         """The source of drafts; prefill needs none."""

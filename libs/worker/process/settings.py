@@ -12,6 +12,7 @@ from libs.common.runtime.process_settings import ServiceSettings, TierSettings
 from libs.common.runtime.settings import rows, setting
 from libs.common.worker_bounds import DEFAULT_BATCH, MAX_BATCH, MAX_STEP_TOKENS, MAX_THREADS
 from libs.engine.kernels.device_name import CPU, cuda_index
+from libs.engine.parallel.limits import CPU_KERNELS, check_group
 from libs.engine.parallel.sizes import ParallelSizes, parse_sizes
 from libs.engine.step.draft_head import MAX_DRAFT_TOKENS, DraftHead
 from libs.engine.step.load_progress import LoadProgress
@@ -147,6 +148,23 @@ def require_models(options: WorkerSettings, *names: str) -> None:
     missing = [rows(WorkerSettings)[name].flag for name in names if getattr(options, name) is None]
     if missing and options.engine == "torch":
         raise InvalidArgument(", ".join(missing), "required with --engine torch")
+
+
+def check_ranks(options: EngineSettings, decode_steps: DecodeStepsName) -> None:
+    """Raise ModelUnusable for ranks that no worker runs on this device, or with these steps.
+
+    Pure, so that the refusal comes before torch is imported and before a device is opened.
+    """
+    if options.engine != "torch" or not options.parallel:
+        return
+    with unusable_models(options):
+        check_group(
+            parse_sizes(options.parallel),
+            device=options.device,
+            kernels=CPU_KERNELS,
+            block_tokens=options.block_tokens,
+            decode_steps=decode_steps,
+        )
 
 
 def engine_builder(

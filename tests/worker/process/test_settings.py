@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from libs.common.cluster.worker_record import Role
+from libs.common.runtime.exit_codes import MODEL_UNUSABLE
 from libs.common.runtime.loading import load_settings
 from libs.engine.core.fake import build_fake_engine
 from libs.engine.step.load_progress import LoadProgress
+from libs.worker.process.engine_app import EngineApp
 from libs.worker.process.process import run_worker
 from libs.worker.process.settings import (
+    EngineSettings,
     ModelUnusable,
     WorkerSettings,
     engine_builder,
     load_local_head,
     packed_dir,
 )
+from services.decode.app import DecodeApp
 from services.decode.settings import DecodeSettings
 from services.drafter.app import DrafterApp
+from services.prefill.app import PrefillApp
 from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
 
 
@@ -108,6 +113,33 @@ def test_a_cut_that_cannot_be_is_refused_by_the_name_of_its_flag(
 
     assert run_worker(Role.DECODE, settings, make_app) == 1
     assert "d0 cannot start: --parallel: every size is at least 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("app", "options", "refusal"),
+    [
+        (DecodeApp, {"parallel": "kv=2"}, "--parallel: kv=2: the triton kernels do not split KV by position"),
+        (PrefillApp, {"parallel": "dp=2"}, "--parallel: dp=2 moves sequences between ranks, whose KV pages"),
+        (DecodeApp, {"parallel": "tp=2", "decode_steps": "graphs"}, "--decode-steps: 'graphs' captures"),
+        (DecodeApp, {"parallel": "pp=2", "decode_steps": "ahead"}, "--decode-steps: 'ahead' captures"),
+        (DecodeApp, {"parallel": "kv=3", "device": "cpu"}, "--parallel: kv=3 does not divide the 64 tokens"),
+    ],
+)
+def test_ranks_that_no_worker_runs_are_refused_at_once(
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    app: type[EngineApp],
+    options: dict[str, Any],
+    refusal: str,
+) -> None:
+    """By the flag, before the model is read or the device is opened: neither is there."""
+    for name in ("configure_logging", "configure_tracing"):  # those of the tests stay
+        monkeypatch.setattr(f"libs.worker.process.process.{name}", lambda *given, **named: None)
+    kind = DecodeSettings if app is DecodeApp else EngineSettings
+    settings = kind(instance="d0", model=Path("no/model"), **{"device": "cuda:1"} | options)
+    assert run_worker(Role.DECODE, settings, lambda: app(settings)) == MODEL_UNUSABLE
+    [line] = caplog.messages
+    assert line.startswith(f"d0 cannot start: {refusal}")
 
 
 @pytest.mark.parametrize(
