@@ -49,33 +49,61 @@ class _StepBegun:
 
 
 @dataclass(slots=True)
+class _Rest:
+    """Steps without a measure. `left_steps` counts the last one, whose end is that of the rest."""
+
+    began_ms: float
+    n_sequences: int
+    context_tokens: int
+    n_steps: int
+    left_steps: int
+
+
+@dataclass(slots=True)
 class DraftControl:
-    """One for a decode worker. Without a gate, drafts are always on."""
+    """One for a decode worker. Without a gate, drafts are always on.
+
+    While a gate is closed, most steps rest: nothing begins or ends them here. Both calls took 4 % of a step
+    of one sequence of the shipped model. A sequence that begins or ends also ends the rest.
+    """
 
     gate: DraftGate | None
     clock_ms: Callable[[], float]
     mode: DraftMode = DraftMode.OFF
     _running: dict[str, _RunningSequence] = field(default_factory=dict)
+    _ids: frozenset[str] | None = None  # of those that run; None once they have changed
+    _total_tokens: int = 0  # of their contexts
     _begun: _StepBegun | None = None
+    _rest: _Rest | None = None
+    _was_measured: bool = False  # the step that ended last
     _ended_ms: float | None = None
     _ended_ids: frozenset[str] = frozenset()
 
     def open(self, seq_id: str, *, n_rows: int, context_tokens: int) -> None:
         """A sequence begins. `n_rows`: of its prompt's end, whose features are known."""
+        self._forget(seq_id)
         has_all = n_rows >= max(context_tokens, 1)
+        self._total_tokens += context_tokens
         self._running[seq_id] = _RunningSequence(context_tokens, has_all, n_rows)
 
     def close(self, seq_id: str) -> None:
         """A sequence ended. Idempotent."""
-        sequence = self._running.pop(seq_id, None)
+        sequence = self._forget(seq_id)
         if sequence is not None and self.gate is not None and sequence.setup_ms:
             self.gate.record_setup(sequence.setup_ms, sequence.tokens)
+
+    def _forget(self, seq_id: str) -> _RunningSequence | None:
+        self._end_rest()
+        sequence = self._running.pop(seq_id, None)
+        self._ids = None
+        self._total_tokens -= 0 if sequence is None else sequence.context_tokens
+        return sequence
 
     def prompt_rows(self, context_tokens: int) -> int:
         """How many rows of its prompt one more sequence would use; 0 while drafts do not pay."""
         n_sequences = len(self._running) + 1
-        total = context_tokens + sum(sequence.context_tokens for sequence in self._running.values())
-        wanted = self.gate is None or self.gate.wants_contexts(n_sequences, total // n_sequences)
+        total_tokens = context_tokens + self._total_tokens
+        wanted = self.gate is None or self.gate.wants_contexts(n_sequences, total_tokens // n_sequences)
         return FEATURE_WINDOW_TOKENS if wanted else 0
 
     def begin(self, *, available: bool) -> DraftMode:
@@ -87,11 +115,51 @@ class DraftControl:
         elif self.gate is None:
             self.mode = DraftMode.ON
         else:
-            whole = all(sequence.is_whole for sequence in self._running.values())
+            is_asked = self.gate.is_gathering
+            whole = not is_asked or all(sequence.is_whole for sequence in self._running.values())
             self.mode = self.gate.choose(n_sequences, context_tokens, is_whole=whole)
-        ids = frozenset(self._running)
-        self._begun = _StepBegun(self.mode, self.clock_ms(), ids, context_tokens)
+        if self._ids is None:
+            self._ids = frozenset(self._running)
+        self._begun = _StepBegun(self.mode, self.clock_ms(), self._ids, context_tokens)
         return self.mode
+
+    def rest(self) -> None:
+        """Let the next steps rest, if the gate allows it. The last one had no drafts, and no features."""
+        n_sequences, context_tokens = len(self._running), self._mean_context()
+        if self.gate is None or self._ended_ms is None or not self._was_measured:
+            return
+        n_steps = self.gate.rest_steps(n_sequences, context_tokens)
+        if n_steps:
+            self._rest = _Rest(self._ended_ms, n_sequences, context_tokens, n_steps, n_steps)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the step that begins rests."""
+        return self._rest is not None
+
+    def rests_on(self) -> bool:
+        """Whether the step that ends needs no `end`: it rests, and the next one, too."""
+        rest = self._rest
+        if rest is None:
+            return False
+        rest.left_steps -= 1
+        if rest.left_steps:
+            return True
+        self._end_rest()
+        return False
+
+    def _end_rest(self) -> None:
+        rest, self._rest = self._rest, None
+        if rest is None or self.gate is None:
+            return
+        self.gate.record_rest(
+            rest.n_sequences,
+            rest.context_tokens,
+            elapsed_ms=self.clock_ms() - rest.began_ms,
+            n_steps=rest.n_steps - rest.left_steps,
+        )
+        # A step that rests may be running: its time counts neither as one that began nor from the last end.
+        self._begun, self._ended_ms = None, None
 
     def least_confidence(self) -> float:
         """The probability that a draft of the step that begins must have."""
@@ -109,16 +177,21 @@ class DraftControl:
             if seq_id in self._running:
                 self._running[seq_id].setup_ms += elapsed_ms / len(seq_ids)
 
-    def end(self, outputs: Sequence[StepOutput], n_drafts: int) -> None:
-        """The step that began is complete."""
+    def end(self, outputs: Sequence[StepOutput], n_drafts: int) -> bool:
+        """The step that began is complete. Returns whether a sequence ended with it."""
         begun, self._begun = self._begun, None
-        now_ms, ids = self.clock_ms(), frozenset(output.seq_id for output in outputs)
+        now_ms, done, n_tokens = self.clock_ms(), False, 0
         for output in outputs:
+            n_tokens += len(output.tokens)
+            done = done or output.finish is not None or output.failure is not None
             sequence = self._running.get(output.seq_id)
             if sequence is not None:
+                self._total_tokens += output.computed_tokens - sequence.context_tokens
                 sequence.context_tokens = output.computed_tokens
                 sequence.add(len(output.tokens), has_features=output.features is not None)
-        if begun is not None and self.gate is not None and ids == begun.seq_ids:
+        ids = _ids_of(outputs, frozenset() if begun is None else begun.seq_ids)
+        self._was_measured = begun is not None and self.gate is not None and ids == begun.seq_ids
+        if begun is not None and self.gate is not None and self._was_measured:
             continues = self._ended_ms is not None and self._ended_ids == ids
             began_ms = self._ended_ms if continues and self._ended_ms is not None else begun.began_ms
             self.gate.record(
@@ -126,13 +199,23 @@ class DraftControl:
                 len(ids),
                 begun.context_tokens,
                 elapsed_ms=now_ms - began_ms - begun.setup_ms,
-                n_tokens=sum(len(output.tokens) for output in outputs),
+                n_tokens=n_tokens,
                 n_drafts=n_drafts,
                 setup_ms=begun.setup_ms,
             )
-        done = any(output.finish is not None or output.failure is not None for output in outputs)
         self._ended_ms, self._ended_ids = (None, frozenset()) if done else (now_ms, ids)
+        return done
 
     def _mean_context(self) -> int:
-        total = sum(sequence.context_tokens for sequence in self._running.values())
-        return total // max(len(self._running), 1)
+        return self._total_tokens // max(len(self._running), 1)
+
+
+def _ids_of(outputs: Sequence[StepOutput], likely: frozenset[str]) -> frozenset[str]:
+    """The sequences of the outputs: `likely` itself where they are these, which most steps find."""
+    if len(outputs) == len(likely):
+        for output in outputs:
+            if output.seq_id not in likely:
+                break
+        else:
+            return likely
+    return frozenset(output.seq_id for output in outputs)

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
-from services.decode.step_costs import SetupCosts, StepWindow
+from services.decode.step_costs import OUTLIER_MEDIANS, SetupCosts, StepWindow
 
 # Of limits where plain steps run ahead of the host (engine/core/ahead_steps.py): with features none does.
 AHEAD_FEATURE_FACTOR = 4.0
@@ -45,6 +45,7 @@ class GateLimits:
     most_feature_factor: float = 1.25  # a plain step with features, of one without; at most
     kept_steps: int = 32  # with features in a batch without drafts, after the last step of one with drafts
     margin: float = 0.02
+    rest_steps: int = 16  # that are not measured, from one that is to the next, while a trial is far
 
 
 class _TrialPhase(Enum):
@@ -107,6 +108,12 @@ class DraftGate:
     _excess_ms: float = 0.0  # what the trial has cost so far
     _knows_features: bool = False  # `feature_factor` is measured
     _kept_steps: int = 0  # that still keep contexts whole after the last step with drafts
+    _last: tuple[int, int, _Bucket] | None = None  # the bucket that was asked for last
+
+    @property
+    def is_gathering(self) -> bool:
+        """Whether the next verdict depends on the sequences' contexts."""
+        return self._trial is _TrialPhase.GATHER
 
     def choose(self, n_sequences: int, context_tokens: int, *, is_whole: bool = True) -> DraftMode:
         """The mode of the next step of so many sequences with so many tokens on average.
@@ -163,6 +170,21 @@ class DraftGate:
         self._kept_steps = self.limits.kept_steps if bucket.on else max(self._kept_steps - 1, 0)
         self._advance(bucket, has_drafts=n_drafts >= n_sequences)
 
+    def rest_steps(self, n_sequences: int, context_tokens: int) -> int:
+        """How many of the next steps need no measure: drafts are off, and a trial finds a new full window."""
+        bucket = self._bucket(n_sequences, context_tokens)
+        if self._mode(bucket) is not DraftMode.OFF or not bucket.window.is_full:
+            return 0
+        measured_ms = 2 * self.limits.window_steps * bucket.window.last_ms
+        is_far = bucket.due_ms - bucket.settled_ms > measured_ms
+        return self.limits.rest_steps if is_far else 0
+
+    def record_rest(self, n_sequences: int, context_tokens: int, *, elapsed_ms: float, n_steps: int) -> None:
+        """Steps that were not measured took so long together. Pauses between them do not count."""
+        bucket = self._bucket(n_sequences, context_tokens)
+        if not bucket.on:
+            bucket.settled_ms += min(elapsed_ms, n_steps * OUTLIER_MEDIANS * bucket.window.median_ms)
+
     def record_setup(self, setup_ms: float, n_tokens: int) -> None:
         """A sequence ended whose context took a head `setup_ms` to take in."""
         self.setup.add(setup_ms, n_tokens)
@@ -185,13 +207,17 @@ class DraftGate:
 
     def _is_tried(self, bucket: _Bucket) -> bool:
         """Whether it takes part in the trial of drafts: its plain steps are known, and its pause is over."""
+        if self._trial is _TrialPhase.NONE:
+            return False
         is_known = len(bucket.window) >= self.limits.baseline_steps
-        return self._trial is not _TrialPhase.NONE and is_known and bucket.settled_ms >= bucket.due_ms
+        return is_known and bucket.settled_ms >= bucket.due_ms
 
     def _is_due(self, bucket: _Bucket) -> bool:
+        is_time = bucket.settled_ms >= bucket.due_ms
+        if not is_time and not bucket.on:
+            return False
         if self.is_forced or bucket.has_plain_trial or len(bucket.window) < self.limits.baseline_steps:
             return False
-        is_time = bucket.settled_ms >= bucket.due_ms
         return (
             (is_time or self._is_slower(bucket)) if bucket.on else is_time and self._trial is _TrialPhase.NONE
         )
@@ -317,6 +343,13 @@ class DraftGate:
         return [bucket for bucket in self._buckets.values() if not bucket.on]
 
     def _bucket(self, n_sequences: int, context_tokens: int) -> _Bucket:
+        """A step asks twice for one bucket."""
+        last = self._last
+        if last is None or last[0] != n_sequences or last[1] != context_tokens:
+            self._last = last = n_sequences, context_tokens, self._find(n_sequences, context_tokens)
+        return last[2]
+
+    def _find(self, n_sequences: int, context_tokens: int) -> _Bucket:
         key = n_sequences.bit_length(), max(context_tokens.bit_length() - 9, 0) // 2
         bucket = self._buckets.get(key)
         if bucket is None:

@@ -146,6 +146,16 @@ class DraftState:
             sequence.pending, sequence.wanted, sequence.proposal = None, False, None
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nothing is there to send, to ask for or to skip."""
+        if self._closed and self.connected:
+            return False
+        for sequence in self._sequences.values():
+            if sequence.pending is not None or sequence.wanted or sequence.proposal is not None:
+                return False
+        return True
+
+    @property
     def drafting(self) -> bool:
         """Whether proposals are asked for at all."""
         return self.connected and not self.paused and bool(self._sequences)

@@ -103,6 +103,8 @@ class LocalSpeculation:
         """Take in what was committed, and draft."""
         head = self._head
         with self._lock:
+            if self._control.is_resting:
+                return {}
             mode = self._control.begin(available=head is not None)
             closed, self._closed = self._closed, []
             rows: dict[str, list[HeadRows]] = {}
@@ -123,7 +125,14 @@ class LocalSpeculation:
     def stepped(self, outputs: Sequence[StepOutput]) -> None:
         """Keep what was committed for the head."""
         with self._lock:
-            self._control.end(outputs, sum(output.proposed_drafts for output in outputs))
+            if self._control.rests_on():
+                return
+            has_drafts = self._control.mode is DraftMode.ON
+            n_drafts = sum(output.proposed_drafts for output in outputs) if has_drafts else 0
+            has_ends = self._control.end(outputs, n_drafts)
+            if self._control.mode is DraftMode.OFF and not has_ends and not any(self._rows.values()):
+                self._control.rest()
+                return
             for output in outputs:
                 if output.finish is not None or output.failure is not None:
                     self._close(output.seq_id)

@@ -181,6 +181,8 @@ class RemoteSpeculation:
     def drafts(self) -> Mapping[str, Sequence[int]]:
         """Proposals for the next step; waits a bounded moment for those on their way."""
         with self._changed:
+            if self._control.is_resting:
+                return {}
             mode = self._control.begin(available=self._state.connected)
             was_paused = self._state.paused
             self._state.pause(mode is not DraftMode.ON)
@@ -201,7 +203,14 @@ class RemoteSpeculation:
     def stepped(self, outputs: Sequence[StepOutput]) -> None:
         """Send the drafter what was committed."""
         with self._changed:
-            self._control.end(outputs, sum(output.proposed_drafts for output in outputs))
+            if self._control.rests_on():
+                return
+            has_drafts = self._control.mode is DraftMode.ON
+            n_drafts = sum(output.proposed_drafts for output in outputs) if has_drafts else 0
+            has_ends = self._control.end(outputs, n_drafts)
+            if self._control.mode is DraftMode.OFF and not has_ends and self._state.is_idle:
+                self._control.rest()
+                return
             for output in outputs:
                 if output.finish is not None or output.failure is not None:
                     self._state.close(output.seq_id)

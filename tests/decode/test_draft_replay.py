@@ -8,10 +8,12 @@ from typing import Literal
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from libs.engine.step.types import StepOutput
-from services.decode.draft_control import DraftControl
-from services.decode.draft_gate import DraftGate, DraftMode
+from services.decode.draft_control import WHOLE_ROWS, DraftControl
+from services.decode.draft_gate import DraftGate, DraftMode, GateLimits
 
 N_DRAFTS = 3
 _ROW = np.zeros((1, 1), np.float32)
@@ -24,6 +26,8 @@ class Stream:
     context: int
     left: int
     is_fed: bool = False
+    has_all: bool = True  # the drafter has, or could have, all of its rows
+    n_rows: int = 0  # with features, since the last step without them
 
 
 @dataclass
@@ -40,10 +44,13 @@ class Replay:
     accepted: float = 2.0
     whole: float = 128.0  # rows from which drafts are as good as ever
     seed: int = 1
+    rests: bool = True  # as both kinds of Speculation let steps rest
+    answer_tokens: tuple[int, int] = 20, 160
     now_ms: float = 0.0
     modes: list[DraftMode] = field(default_factory=list)
     spent_ms: float = 0.0  # of steps
     tokens: float = 0.0  # of each running sequence
+    n_measured: int = 0  # steps
 
     def __post_init__(self) -> None:
         self.rng = Random(self.seed)
@@ -66,11 +73,18 @@ class Replay:
             seq_id, context = f"{self.n_begun}", self.rng.randint(150, 600)
             self.n_begun += 1
             n_rows = self.control.prompt_rows(context)
-            self.running[seq_id] = Stream(context, self.rng.randint(20, 160))
-            self.control.open(seq_id, n_rows=min(n_rows, context), context_tokens=context)
+            n_rows = min(n_rows, context)
+            left = self.rng.randint(*self.answer_tokens)
+            self.running[seq_id] = Stream(context, left, has_all=n_rows == context, n_rows=n_rows)
+            self.control.open(seq_id, n_rows=n_rows, context_tokens=context)
 
     def _step(self) -> None:
-        mode = self.control.begin(available=True)
+        if self.control.is_resting:
+            mode = DraftMode.OFF
+        else:
+            self._check_contexts()
+            mode = self.control.begin(available=True)
+            self.n_measured += 1
         outputs, n_drafts = [], 0
         for seq_id, stream in list(self.running.items()):
             has_drafts = mode is DraftMode.ON and stream.is_fed
@@ -80,6 +94,8 @@ class Replay:
             stream.left -= n_tokens
             stream.context += n_tokens
             stream.is_fed = mode is DraftMode.ON
+            stream.has_all = stream.has_all and mode is not DraftMode.OFF
+            stream.n_rows = 0 if mode is DraftMode.OFF else stream.n_rows + n_tokens
             features = None if mode is DraftMode.OFF else _ROW
             finish: Literal["stop"] | None = None if stream.left else "stop"
             outputs.append(
@@ -90,13 +106,23 @@ class Replay:
         step_ms *= self.rng.uniform(0.95, 1.05)
         self.now_ms += step_ms
         self.spent_ms += step_ms
-        self.control.end(outputs, n_drafts)
+        if not self.control.rests_on():
+            has_ends = self.control.end(outputs, n_drafts)
+            if self.rests and mode is DraftMode.OFF and not has_ends:
+                self.control.rest()
         for output in outputs:
             if output.finish is not None:
                 del self.running[output.seq_id]
                 self.control.close(output.seq_id)
                 self.ready_ms.append(max([*self.ready_ms, self.now_ms]) + self.prefill_ms)
         self.modes.append(mode)
+
+    def _check_contexts(self) -> None:
+        """A step that is measured knows which contexts are whole, whatever rested before it."""
+        for seq_id, stream in self.running.items():
+            known = self.control._running[seq_id]
+            assert known.is_whole == (stream.has_all or stream.n_rows >= WHOLE_ROWS)
+            assert abs(known.context_tokens - stream.context) <= GateLimits().rest_steps
 
 
 # A prompt in 100 ms keeps about six of 16 clients decoding: the batch is of another size every few steps.
@@ -115,3 +141,29 @@ def test_a_gate_that_does_not_pay_stays_closed_at_little_cost(streams: int, seed
     modes = replay.run(6000)
     assert modes.count(DraftMode.ON) < 200
     assert replay.spent_ms / replay.tokens < 1.02 * replay.step_ms
+
+
+@pytest.mark.parametrize("streams", [1, 4, 16])
+def test_most_steps_of_a_closed_gate_rest(streams: int) -> None:
+    """With long answers, because each new sequence is measured. So are trials, and a window before each."""
+    replay = Replay(streams, 4.0, 16.0, answer_tokens=(2000, 3000))
+    replay.run(2000)
+    before = replay.n_measured
+    modes = replay.run(4000)
+    assert DraftMode.ON in modes, "a trial came"
+    assert replay.n_measured - before < 0.3 * len(modes)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 16), st.integers(0, 1000), st.integers(2, 400))
+def test_rests_delay_no_trial(streams: int, seed: int, shortest: int) -> None:
+    """Drafts begin to pay: the gate finds that as early as one that measures each step."""
+    opened = []
+    for rests in (False, True):
+        replay = Replay(streams, 4.0, 16.0, seed=seed, rests=rests, answer_tokens=(shortest, 2 * shortest))
+        replay.run(1500)
+        replay.draft_step_ms, begun_ms = 4.4, replay.now_ms
+        while replay.run(20).count(DraftMode.ON) < 20 and replay.now_ms < begun_ms + 200_000:
+            pass
+        opened.append(replay.now_ms)
+    assert opened[1] < 1.25 * opened[0] + 2_000
