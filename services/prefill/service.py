@@ -14,6 +14,7 @@ from libs.common.rpc.prefill_server import PrefillServer
 from libs.worker.process.core import WorkerCore
 from libs.worker.requests.attempts import AttemptKey, AttemptRegistry
 from libs.worker.requests.clock import deadline_after
+from services.prefill.feature_demand import FeatureDemand
 from services.prefill.handoff_registry import HandoffRegistry
 from services.prefill.job import PrefillJob
 from services.prefill.plan import PrefillPlan, plan_prefill
@@ -31,6 +32,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self._endpoint = endpoint
         self._attempts = AttemptRegistry()
         self._jobs: dict[AttemptKey, PrefillJob] = {}
+        self._demand = FeatureDemand()
         self._handoffs = HandoffRegistry(core.counters, now_ms=lambda: time.monotonic() * 1e3)
         self._router_streams = PrefillServer(self._follow)
         self._streams = 0
@@ -94,6 +96,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.WatchHandoffRequest, context: _Context
     ) -> AsyncIterator[prefill_pb2.WatchHandoffResponse]:
         key = AttemptKey(request.attempt.request_id, request.attempt.attempt)
+        self._demand.record(request.draft_rows)
+        self._core.thread.wants_features = self._demand.is_there
         events = self._handoffs.watch(request.handoff_id, key, request.first_block, request.draft_rows)
         self._streams += 1
         try:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from libs.common.worker_bounds import MAX_PROMPT_FEATURES
 from libs.worker.engine.feature_memory import ExportedFeatures
 from libs.worker.requests.messages import FEATURE_BYTES, parse_features
-from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
+from services.prefill.feature_demand import READERS, FeatureDemand
+from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from tests.worker.nodes import WAIT_S, Node, PrefillCall, prefill_request, prompt_tokens, running_nodes
 
 # Of the protobuf form, whatever the prompt: four numbers, an address and a checksum.
@@ -15,10 +20,11 @@ MOST_STATE_BYTES = 48
 
 
 async def handoff(
-    node: Node, *, draft_rows: int
+    node: Node, *, draft_rows: int, request_id: str = "r"
 ) -> tuple[prefill_pb2.HandoffTicket, prefill_pb2.HandoffComplete]:
     """The ticket and the end of the handoff of 50 tokens, to a reader of so many rows."""
-    call = PrefillCall(node, prefill_request(node, prompt_tokens(50)))
+    attempt = common_pb2.Attempt(request_id=request_id, attempt=1)
+    call = PrefillCall(node, prefill_request(node, prompt_tokens(50), attempt=attempt))
     ticket = prefill_pb2.HandoffTicket.FromString((await call.opened()).ticket)
     request = prefill_pb2.WatchHandoffRequest(
         handoff_id=ticket.handoff_id, attempt=ticket.attempt, draft_rows=draft_rows
@@ -53,6 +59,35 @@ async def test_a_reader_gets_the_newest_rows_that_it_needs(draft_rows: int) -> N
             assert parse_features(packed, state.width, "features").shape == (n_rows, state.width)
             assert node.core.features.held_bytes == node.core.features.slot_bytes
         await release(node, ticket.handoff_id)
+
+
+async def test_prompts_have_features_while_readers_want_some() -> None:
+    async with running_nodes() as nodes:
+        node, numbers = await nodes.prefill(), count()
+
+        async def has_rows(draft_rows: int) -> bool:
+            request_id = f"r-{next(numbers)}"
+            ticket, complete = await handoff(node, draft_rows=draft_rows, request_id=request_id)
+            await release(node, ticket.handoff_id)
+            return complete.HasField("draft_features")
+
+        assert await has_rows(3)
+        for _ in range(READERS):
+            assert node.core.thread.wants_features
+            assert not await has_rows(0)
+        assert not node.core.thread.wants_features
+        await has_rows(3)  # its prompt may be computed before the reader asks
+        assert await has_rows(3)
+
+
+@given(st.lists(st.sampled_from([0, 0, 0, 3]), max_size=40))
+def test_features_end_after_some_readers_in_turn_that_want_none(asked: list[int]) -> None:
+    demand = FeatureDemand()
+    assert demand.is_there
+    for n, draft_rows in enumerate(asked, start=1):
+        demand.record(draft_rows)
+        newest = asked[max(n - READERS, 0) : n]
+        assert demand.is_there == (any(newest) or n < READERS)
 
 
 async def test_a_worker_without_room_for_features_hands_off_without_them() -> None:

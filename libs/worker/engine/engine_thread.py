@@ -97,11 +97,14 @@ class EngineThread:
         draft_source: DraftSource | None = None,
         wants_features: bool = True,
     ) -> None:
-        """`wants_features`: whether steps compute features where no source of drafts decides it."""
+        """`wants_features`: whether steps compute features where no source of drafts decides it.
+
+        It may change while the thread runs.
+        """
         self._build = build
         self._listener = listener
         self._draft_source = draft_source
-        self._wants_features = wants_features
+        self.wants_features = wants_features
         # Called on the event loop when more pages are free, for sequences that wait for pages.
         self.on_room: Callable[[], None] = lambda: None
         self._engine: Engine | None = None  # once it is built
@@ -238,7 +241,7 @@ class EngineThread:
         started = time.perf_counter()
         try:
             source = self._draft_source
-            wants_features = self._wants_features if source is None else source.wants_features
+            wants_features = self.wants_features if source is None else source.wants_features
             outputs = engine.step(drafts, features=wants_features)
         except Exception as error:
             self._failed_steps += 1
