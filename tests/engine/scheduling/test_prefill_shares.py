@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from libs.engine.core.fake import build_fake_engine
 from libs.engine.scheduling.prefill_shares import PrefillShares
 from libs.engine.scheduling.scheduler import Limits, StepCandidate, schedule
+from tests.engine.support import make_spec
 
 LIMITS = Limits(step_tokens=512, max_batch=64)
 
@@ -108,3 +111,36 @@ def test_a_tenant_that_returns_has_no_credit() -> None:
     shares.charge("a", 10_000)
     shares.observe(["a", "b"])
     assert shares.tag("b") == shares.tag("a")
+
+
+def test_a_tenant_begins_at_the_lowest_tag_of_those_that_stayed_and_keeps_its_debt() -> None:
+    shares = PrefillShares()
+    shares.observe("ab")
+    shares.charge("a", 50)
+    shares.charge("b", 100)
+    shares.observe("abc")
+    assert (shares.tag("a"), shares.tag("b"), shares.tag("c")) == (50, 100, 50)
+    shares.observe("d")  # all others left: their lowest tag counts
+    assert shares.tag("d") == 50 and shares._tags.keys() == set("bd")
+    shares.observe("bd")
+    assert shares.tag("b") == 100
+    shares.observe("d")
+    shares.charge("d", 450)
+    shares.observe("de")  # b, with less, waits no more
+    assert shares.tag("e") == 500 and shares._tags.keys() == set("de")
+
+
+def test_the_rows_of_a_step_are_charged_to_the_tenants_of_its_prompts() -> None:
+    """By need alone, the backlog of shorter prompts would go first."""
+    engine = build_fake_engine(block_tokens=4, vocab_size=50, step_tokens=16, max_batch=16)
+    for number in range(12):
+        spec = make_spec(f"h{number}", [number + 1] * 24, max_tokens=1)
+        engine.reserve(replace(spec, salt=b"heavy"))
+        engine.start(spec.seq_id)
+    engine.step()
+    engine.reserve(replace(make_spec("l", [30] * 48, max_tokens=1), salt=b"light"))
+    engine.start("l")
+    (light,) = (each for each in engine.sequences() if each.spec.seq_id == "l")
+    for _ in range(8):
+        engine.step()
+    assert light.n_output == 1
