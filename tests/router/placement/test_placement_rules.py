@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
+from services.router.placement import explanation
 from services.router.placement.cost_model import PrefillModel
 from services.router.placement.policy import place
 from services.router.placement.prefill_queue import queue_delay
@@ -126,8 +127,32 @@ def test_a_prompt_is_put_between_decode_steps_only_for_a_gain() -> None:
     ahead_ms = parts["prefill"] + parts["decode"] - parts["local"]  # of the local way, with nothing queued
     at_margin = round(25 - ahead_ms)
     assert at_margin > 5
-    assert place(request, fleet(at_margin - 5)).prefill == "p0"
-    assert place(request, fleet(at_margin + 5)).prefill == ""
+    below, above = place(request, fleet(at_margin - 5)), place(request, fleet(at_margin + 5))
+    assert (below.prefill, above.prefill) == ("p0", "")
+    saved_ms = below.cost.total_ms - parts["local"]
+    assert below.reasons[-1] == explanation.margin_reason("p0 with d0", "d0", saved_ms, 25.0)
+    assert above.reasons[-1] == explanation.cost_reason(
+        "local", "d0", above.cost, "p0 with d0", replace(below.cost, queue_ms=below.cost.queue_ms + 10)
+    )
+    dear = place(replace(request, decode_expected_tokens={"d0": 500}), fleet(0))
+    assert dear.prefill == "p0" and [reason.part for reason in dear.reasons] == ["prefill", "decode"]
+
+
+@pytest.mark.parametrize("slower_ms", [0.0, 10.0])
+def test_a_pair_is_explained_against_the_next_one_of_another_group(slower_ms: float) -> None:
+    groups = [("a", 10.0), ("b", 10.0 + slower_ms), ("c", 40.0)]
+    for n_groups in (2, 3):
+        prefill = [
+            PrefillWorker(f"p-{name}", region=name, model=PrefillModel(request_ms=request_ms))
+            for name, request_ms in groups[:n_groups]
+        ]
+        decode = tuple(DecodeWorker(f"d-{name}", region=name) for name, _ in groups)
+        reason = place(PlacementRequest(100), PlacementFleet(tuple(prefill), decode)).reasons[-1]
+        assert (reason.chosen, reason.against) == ("p-a with d-a", "p-b with d-b")
+        assert (reason.rule, reason.difference_ms) == (
+            "cost" if slower_ms else "name",
+            pytest.approx(slower_ms),
+        )
 
 
 def test_a_requested_worker_is_used_however_busy() -> None:
@@ -145,6 +170,8 @@ def test_missing_tiers_are_unavailable_unless_decode_may_do_it_all() -> None:
     alone = PlacementFleet((), (DecodeWorker("d0"),))
     with pytest.raises(Unavailable, match="no prefill"):
         place(PlacementRequest(1), alone)
-    assert place(PlacementRequest(5_000, may_skip_prefill=True), alone).prefill == ""
+    forced = place(PlacementRequest(5_000, may_skip_prefill=True), alone)
+    assert forced.prefill == ""
+    assert forced.reasons[-1] == explanation.forced_reason("d0", "no prefill worker is ready")
     with pytest.raises(Unavailable, match="p9"):
         place(PlacementRequest(1, requested_prefill="p9"), PlacementFleet((PrefillWorker("p0"),), DECODE))
