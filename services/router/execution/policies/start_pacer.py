@@ -25,13 +25,12 @@ class StartPacer:
 
     async def acquire(self, tenant: str) -> None:
         """Return at once if this iteration has a start left, else in a later iteration."""
-        if self._left and not self._waiting:
+        if self._left:  # then none waits
             self._left -= 1
             self._arm()
             return
         slot = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append(slot)
-        self._arm()
         await slot
 
     def _arm(self) -> None:
@@ -49,5 +48,5 @@ class StartPacer:
             if not slot.done():  # else its task was cancelled
                 slot.set_result(None)
                 self._left -= 1
-        if self._waiting or self._left < self._per_iteration:
+        if self._left < self._per_iteration:
             self._arm()
