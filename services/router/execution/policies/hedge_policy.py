@@ -76,4 +76,4 @@ class HedgePolicy:
 
 
 def _at(ordered: list[float], share: float) -> float:
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+    return ordered[int(share * len(ordered))]
