@@ -62,3 +62,13 @@ def test_a_cap_only_falls_and_never_below_what_the_room_of_its_worker_holds(
         assert taken[0].decode_tokens <= prompt + max_tokens
         if taken[0] == asked[0]:
             assert max_tokens == before
+
+
+def test_lengths_and_caps_of_usual_requests() -> None:
+    assert list_output_lengths(9000, stated_tokens=None, is_capped=False) == (OPEN_OUTPUT_TOKENS, 1)
+    lengths = list_output_lengths(9000, stated_tokens=9000, is_capped=True, least_tokens=100)
+    assert lengths == (9000, OPEN_OUTPUT_TOKENS + 99, 100)
+    (room,) = list_rooms(OutputRoom(), prompt_tokens=50, emitted_tokens=0, max_tokens=9)
+    assert (room.prefill_tokens, room.decode_tokens) == (52, 59)
+    caps = [capped_output_tokens(9, prompt_tokens=50, worker_tokens=tokens) for tokens in (None, 59, 58, 50)]
+    assert caps == [9, 9, 8, 1]

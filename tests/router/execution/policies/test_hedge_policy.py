@@ -65,6 +65,49 @@ def test_only_the_latest_samples_count(samples: list[float]) -> None:
     assert policy.wait_ms(**asked) == latest.wait_ms(**asked)
 
 
+def wait_ms_after(
+    samples_ms: list[float], *, uncached_tokens: int = 100, cached_tokens: int = 0, other_workers: int = 1
+) -> float | None:
+    policy = HedgePolicy()
+    for sample_ms in samples_ms:
+        policy.observe(sample_ms, uncached_tokens=HedgeLimits().max_uncached_tokens)
+        policy.observe(1e6, uncached_tokens=HedgeLimits().max_uncached_tokens + 1)  # counts for nothing
+    return policy.wait_ms(
+        uncached_tokens=uncached_tokens, cached_tokens=cached_tokens, other_workers=other_workers
+    )
+
+
+def test_a_hedge_waits_for_the_95th_percentile_where_the_99th_is_three_medians() -> None:
+    most = [5.0] * 60 + [10.0] * 130 + [25.0] * 8
+    assert wait_ms_after([*most, 30.0, 1000.0]) == 25.0
+    assert wait_ms_after([*most, 29.0, 1000.0]) is None
+    assert wait_ms_after([sample_ms / 2 for sample_ms in [*most, 30.0, 30.0]]) == HedgeLimits().min_wait_ms
+
+
+def test_where_hedges_begin_to_be_refused() -> None:
+    bad = [10.0] * (MIN_SAMPLES - 2) + [100.0] * 2
+    most = HedgeLimits().max_uncached_tokens
+    assert wait_ms_after(bad, uncached_tokens=most, cached_tokens=most) == 100.0
+    assert wait_ms_after(bad, uncached_tokens=most + 1) is None
+    assert wait_ms_after(bad, cached_tokens=101) is None
+    assert wait_ms_after(bad, other_workers=0) is None
+    assert wait_ms_after(bad[1:]) is None
+
+
+def test_prefills_add_to_the_budget_up_to_its_bound() -> None:
+    policy = HedgePolicy(HedgeLimits(budget_share=0.5, max_saved_hedges=2.0))
+    assert [policy.spend(), policy.spend()] == [True, False]
+    for n_prefills, hedges in (
+        (1, [False]),
+        (1, [True, False]),
+        (3, [True, False]),
+        (9, [True, True, False]),
+    ):
+        for _ in range(n_prefills):
+            policy.observe(1.0, uncached_tokens=1)
+        assert [policy.spend() for _ in hedges] == hedges
+
+
 @given(st.lists(st.booleans(), max_size=400))
 def test_the_budget_bounds_the_number_of_hedges(actions: list[bool]) -> None:
     limits = HedgeLimits()

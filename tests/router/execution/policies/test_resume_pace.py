@@ -31,6 +31,9 @@ def test_no_client_makes_a_request_go_on_often(unread_s: list[float], runs_s: fl
 
 def test_the_first_suspension_costs_a_slow_client_nothing() -> None:
     pace = ResumePace()
+    assert pace.wait_s(0.0) == 0
     pace.suspended(10.0)
     assert pace.wait_s(10.1) > 0
     assert pace.wait_s(11.0) == 0
+    pace.suspended(20.0)
+    assert pace.wait_s(20.0) == 2 * RESUME_PAUSE_S[0]

@@ -126,3 +126,4 @@ def test_moves_are_bounded_per_worker(actions: list[str]) -> None:
             limiter.release(worker)
             held[worker] -= 1
     assert limiter.moving == sum(held.values())
+    assert limiter._moving == {worker: n_held for worker, n_held in held.items() if n_held}
