@@ -153,8 +153,7 @@ class JobHolds:
         run.hold = JobHold(run, caller)
         holds = self._jobs.setdefault(id(caller), [])
         holds.append(run.hold)
-        is_over = self._limit is not None and len(self._jobs) > self._limit
-        if holds[0].is_held or (is_over and len(holds) == 1):
+        if holds[0].is_held or (len(holds) == 1 and self._is_over()):
             self._hold(holds)
 
     def remove(self, run: HeldRun, *, now_s: float, is_whole: bool) -> None:
@@ -166,6 +165,11 @@ class JobHolds:
                 del self._jobs[id(run.hold.caller)]
         elif is_whole and self.observer is not None:
             self.observer.observe(_sample_of(run.met_jobs, run.figures, now_s))
+
+    def _is_over(self) -> bool:
+        """Whether the choices that run are more than the limit."""
+        running = [holds for holds in self._jobs.values() if not holds[0].is_held]
+        return self._limit is not None and sum(map(len, running)) > self._limit
 
     def _hold(self, holds: list[JobHold]) -> None:
         for hold in holds:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from services.router.execution.event_queue import ResponseQueue
-from services.router.execution.policies.job_holds import JobHold, JobHolds, MetJobs
+from services.router.execution.policies.job_holds import JobHold, JobHolds, LiveSample, MetJobs
 from services.router.request.types import Caller
 
 
@@ -18,7 +20,7 @@ class Run:
         self.caller = caller
         self.hold: JobHold | None = None
         self.met_jobs = MetJobs()
-        self.figures = ResponseQueue()
+        self.figures: Any = ResponseQueue()
         self.n_suspended = 0
 
     @property
@@ -67,6 +69,55 @@ async def test_each_choice_of_a_job_counts(
         [is_running] * len(runs) for is_running, runs in zip(running, added, strict=True)
     ]
     assert (jobs.running, jobs.held) == (sum(running), 3 - sum(running))
+
+
+@pytest.mark.parametrize("n_choices", [(1,), (4,), (2, 4), (1, 1, 3)])
+@pytest.mark.parametrize("limit", [None, 0, 1, 2, 3, 5])
+async def test_a_job_that_begins_is_held_as_the_limit_would_hold_it(
+    limit: int | None, n_choices: tuple[int, ...]
+) -> None:
+    jobs, callers = JobHolds(), [job() for _ in (*n_choices, 1)]
+    runs = [run for caller, n in zip(callers, n_choices, strict=False) for run in add(jobs, caller, n)]
+    jobs.set_limit(limit)
+    runs += add(jobs, callers[-1])
+    at_once = [run.is_held for run in runs]
+    jobs.set_limit(limit)
+    assert [run.is_held for run in runs] == at_once
+    assert jobs.n_held_total == sum(at_once) == sum(run.n_suspended for run in runs)
+    assert [run.hold is not None and run.hold.was_held for run in runs] == at_once
+
+
+async def test_choices_share_their_jobs_hold() -> None:
+    jobs, caller = JobHolds(), job()
+    jobs.set_limit(1)
+    assert [run.is_held for run in add(jobs, caller, 3)] == [False] * 3
+    jobs.set_limit(0)
+    (held,) = add(jobs, caller)
+    assert held.is_held and (jobs.running, jobs.held) == (0, 1)
+
+
+async def test_a_live_request_holds_all_but_the_jobs_beside_it() -> None:
+    jobs, live, samples = JobHolds(), Caller(tenant="bob"), list[LiveSample]()
+    assert jobs.live_arrived(live) == 0
+    runs = [run for _ in range(3) for run in add(jobs, job())]
+    jobs.beside = 1
+    assert jobs.live_arrived(runs[0].caller) == 0 and jobs.running == 3
+    run = Run(live)
+    jobs.add(run, live, jobs.live_arrived(live), began_s=5.0)
+    assert [each.is_held for each in runs] == [False, True, True]
+    assert run.hold is None and run.met_jobs == MetJobs(5.0, met=3, beside=1)
+    jobs.beside = 2
+    assert jobs.live_arrived(live) == 1 and jobs.running == 1, "the lower limit counts"
+    jobs.remove(run, now_s=5.12, is_whole=True)
+    jobs.observer = SimpleNamespace(observe=samples.append)
+    jobs.remove(run, now_s=5.12, is_whole=False)
+    for completion_tokens in (6, 5, 4):
+        run.figures = SimpleNamespace(
+            ttft_ms=20.0, prompt_tokens=100, cached_tokens=60, completion_tokens=completion_tokens
+        )
+        jobs.remove(run, now_s=5.12, is_whole=True)
+    assert [each.token_ms for each in samples] == pytest.approx([20.0, 25.0, 0.0])
+    assert {(each.ttft_ms, each.new_tokens, each.met, each.beside) for each in samples} == {(20.0, 40, 3, 1)}
 
 
 @pytest.mark.parametrize("seed", range(20))
