@@ -203,12 +203,11 @@ class Quarantine:
 
         Whether the silence is a new one, whose outcome is to be reported.
         """
-        unproven = self._unproven.get(worker)
-        if unproven is None or not self._is_strike(suspect, worker):
+        if not self._is_strike(suspect, worker):
             return False
         silence, is_new = self._silent.get(worker), worker not in self._silent
         if silence is None:
-            silence = self._silent[worker] = _Silence(unproven.now())
+            silence = self._silent[worker] = _Silence(self._unproven[worker].now())
             if len(self._silent) > MAX_QUARANTINED:
                 self._silent.popitem(last=False)
         silence.tokens[suspect] = suspect.tokens
@@ -237,9 +236,11 @@ class Quarantine:
         `elsewhere`: what other routers ran there.
         """
         silence = self._silent.pop(worker, None)
-        for suspect, tokens in silence.tokens.items() if silence is not None else ():
+        if silence is None:
+            return
+        for suspect, tokens in silence.tokens.items():
             suspect.silent_workers = tuple(name for name in suspect.silent_workers if name != worker)
-            if silence is None or not crashed or worker in suspect.struck_by or self._was_killed(worker):
+            if not crashed or worker in suspect.struck_by or self._was_killed(worker):
                 continue
             self.restore_strikes(suspect)
             if worker in suspect.struck_by:  # by an equal request
