@@ -304,12 +304,59 @@ def test_what_counts_no_longer_leaves_no_suspects() -> None:
         quarantine.begin(refused, [worker])
         with pytest.raises(Quarantined) if worker == "b" else contextlib.nullcontext():
             quarantine.end(refused, crashed=worker)
+    now_s[0] = QUARANTINE_S / 4
+    assert quarantine.has_suspects
     now_s[0] = QUARANTINE_S / 2
-    quarantine.begin(struck, ["c"])
-    quarantine.end(struck, crashed="c")
-    for passed_s, has_suspects in ((QUARANTINE_S, True), (1.5 * QUARANTINE_S, False)):
-        now_s[0] = passed_s
-        assert quarantine.has_suspects == has_suspects
+    for worker in ("c", "d"):  # its strikes count from the last one on
+        quarantine.begin(struck, [worker])
+        quarantine.observe(struck, PROOF_TOKENS - 1)
+        quarantine.end(struck, crashed=worker)
+        struck_before = Suspect(b"struck before")
+        if worker == "c":
+            quarantine.begin(struck_before, ["e"])
+            quarantine.end(struck_before, crashed="e")
+            now_s[0] = 0.75 * QUARANTINE_S
+    for passed, kept in ((1.0, 2), (1.5, 1), (1.75, 0)):
+        now_s[0] = passed * QUARANTINE_S
+        assert quarantine.has_suspects == (kept > 0) and len(quarantine._struck) == kept
+    assert not quarantine._refused_until_s
+
+
+def test_a_hedge_that_is_left_gives_a_strike_only_where_its_worker_crashed() -> None:
+    quarantine, request, other = Quarantine(Clock()), Suspect(b"request"), Suspect(b"other")
+    quarantine.begin(request, ["a", "b", "c"])
+    quarantine.begin(other, ["b"])
+    quarantine.leave_workers(request, ["a"])
+    quarantine.leave_workers(request, ["b"], crashed="z")
+    assert request.strikes == 0 and not quarantine.is_repeated_strike(request, "c")
+    quarantine.add_workers(request, ["b"])
+    quarantine.leave_workers(request, ["b"], crashed="b")
+    assert request.strikes == 1 and quarantine.is_repeated_strike(request, "c")
+    assert quarantine.record_crash("b") == CrashedAttempts(2, 0), "as it was at the crash"
+    assert quarantine.may_begin(request, ["b"]), "what runs there has no strikes"
+
+
+def test_strikes_of_requests_without_content_are_not_kept() -> None:
+    quarantine, unnamed, unhurt = Quarantine(Clock()), Suspect(), Suspect(b"unhurt")
+    quarantine.begin(unnamed, ["a"])
+    quarantine.end(unnamed, crashed="a")
+    quarantine.begin(unhurt, ["b"])
+    quarantine.end(unhurt)
+    assert unnamed.strikes == 1 and not quarantine.has_suspects
+
+
+def test_two_requests_with_strikes_share_the_blame_of_a_crash() -> None:
+    quarantine, suspects = Quarantine(Clock()), [Suspect(b"one"), Suspect(b"two"), Suspect(b"new")]
+    for number, suspect in enumerate(suspects[:2]):
+        for worker in (f"a{number}", f"b{number}"):
+            quarantine.begin(suspect, [worker])
+            quarantine.observe(suspect, PROOF_TOKENS - 1)
+            quarantine.end(suspect, crashed=worker)
+    for suspect in suspects:
+        quarantine.begin(suspect, ["c"])
+    for suspect in suspects:
+        quarantine.end(suspect, crashed="c")
+    assert [suspect.strikes for suspect in suspects] == [3, 3, 1]
 
 
 def test_kept_strikes_are_bounded() -> None:

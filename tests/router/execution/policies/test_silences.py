@@ -45,6 +45,31 @@ def test_ends_after_silence_that_etcd_cannot_explain_decide_nothing() -> None:
     quarantine.check(b"request")
 
 
+def test_the_end_of_a_silent_worker_counts_for_each_request_once() -> None:
+    """Its crash may be a strike already, and equal requests share theirs."""
+    quarantine, poison, equal = Quarantine(lambda: 0.0), Suspect(b"poison"), Suspect(b"poison")
+    for suspect in (poison, equal):
+        quarantine.begin(suspect, ["a"])
+    for suspect in (poison, equal):
+        quarantine.fell_silent(suspect, "a")
+        quarantine.end(suspect)
+    silenced(quarantine, poison, "b")
+    quarantine.begin(poison, ["c"])
+    assert not quarantine.fell_silent(poison, "d"), "it runs elsewhere"
+    quarantine.end(poison)
+    quarantine.silence_ended("a", crashed=True)
+    assert (poison.struck_by, equal.struck_by) == (("a",), ("a",))
+    assert poison.silent_workers == ("b",) and not equal.silent_workers
+    again = Suspect(b"poison")
+    quarantine.restore_strikes(again)
+    assert again.strikes == 1
+    quarantine.silence_ended("b", crashed=True)
+    assert poison.is_quarantined and not poison.silent_workers
+    quarantine.clear_strikes(poison)  # an attempt of it ran to its end
+    quarantine.check(b"poison")
+    assert not poison.is_quarantined
+
+
 def test_a_crash_at_once_and_one_after_silence_count_together() -> None:
     quarantine, poison = Quarantine(lambda: 0.0), Suspect(b"poison")
     silenced(quarantine, poison, "a")
