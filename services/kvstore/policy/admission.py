@@ -32,9 +32,8 @@ class WriteBudget:
         self._at_ms = max(self._at_ms, now_ms)
         return self._left / self._most
 
-    def has(self, n_bytes: int, *, now_ms: float) -> bool:
-        """Whether `n_bytes` are left."""
-        self.fill(now_ms=now_ms)
+    def has(self, n_bytes: int) -> bool:
+        """Whether `n_bytes` were left at the last `fill`."""
         return self._left >= n_bytes
 
     def spend(self, n_bytes: int) -> None:
@@ -61,7 +60,7 @@ class DiskAdmission:
             return True
         self._recent.append(reuse)
         fill = self._budget.fill(now_ms=now_ms)
-        if not self._budget.has(n_bytes, now_ms=now_ms) or reuse < self._least(fill):
+        if not self._budget.has(n_bytes) or reuse < self._least(fill):
             self.refused_blocks += 1
             return False
         self._budget.spend(n_bytes)
