@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.dram.slots import Block, Slot, SlotTable
 from services.kvstore.policy.admission import BURST_DAYS, DAY_MS, DiskAdmission, WriteBudget
-from services.kvstore.policy.quota import NO_TENANT
+from services.kvstore.policy.quota import NO_TENANT, TenantQuota
 
 PER_DAY = 4000.0
 
@@ -22,6 +23,39 @@ def test_never_more_is_written_than_the_budget_has(offers: list[tuple[float, int
         now_ms += pause_ms
         written += n_bytes * admission.admits(reuse, n_bytes, now_ms=now_ms)
         assert written <= PER_DAY * (BURST_DAYS + now_ms / DAY_MS) + 1e-6
+
+
+def test_a_budget_fills_with_time_up_to_its_burst() -> None:
+    budget = WriteBudget(PER_DAY, now_ms=0.0)
+    budget.spend(600)
+    assert [budget.fill(now_ms=now_ms) for now_ms in (0.0, DAY_MS / 40, 0.0)] == [0.4, 0.5, 0.5]
+    assert budget.has(500) and not budget.has(501)
+    assert budget.fill(now_ms=DAY_MS) == 1.0
+    WriteBudget(0.5, now_ms=0.0)
+    with pytest.raises(ValueError, match="more than 0"):
+        WriteBudget(0.0, now_ms=0.0)
+
+
+@pytest.mark.parametrize(
+    ("spent", "reuse", "is_written"),
+    [
+        (200, 0.05, True),
+        (500, 0.05, True),
+        (610, 0.15, False),  # of ten blocks, the best eight
+        (610, 0.2, True),
+        (910, 0.75, False),
+        (910, 0.8, True),
+    ],
+)
+def test_the_emptier_the_budget_the_smaller_the_part_that_is_written(
+    spent: int, reuse: float, is_written: bool
+) -> None:
+    admission = DiskAdmission(WriteBudget(PER_DAY, now_ms=0.0))
+    assert admission.limited and not DiskAdmission(None).limited
+    for number in range(1, 10):
+        assert admission.admits(number / 10, 0, now_ms=0.0)
+    admission.forced(spent)
+    assert admission.admits(reuse, 1, now_ms=0.0) == is_written
 
 
 def test_when_writes_are_scarce_the_blocks_most_likely_wanted_again_are_written() -> None:
@@ -43,6 +77,27 @@ def test_without_a_budget_everything_is_written_and_a_forced_write_is_paid_for()
     admission.forced(int(PER_DAY * 2))
     assert not admission.admits(1.0, 1, now_ms=DAY_MS)
     assert admission.admits(1.0, 1, now_ms=3 * DAY_MS)
+
+
+def test_a_tenant_makes_room_among_its_blocks_where_they_suffice() -> None:
+    quota, evicted = TenantQuota[bytes](100, (NO_TENANT,)), list[int]()
+
+    def evict_one() -> bool:
+        if quota.used_bytes(b"a"):
+            quota.add(b"a", -20)
+            evicted.append(20)
+        return bool(evicted)
+
+    quota.add(b"a", 60)
+    quota.add(NO_TENANT, 1000)
+    assert (quota.used_bytes(b"a"), quota.used_bytes(b"b"), quota.used_bytes(NO_TENANT)) == (60, 0, 0)
+    assert quota.has_room(b"a", 40) and not quota.has_room(b"a", 41) and quota.has_room(NO_TENANT, 1000)
+    assert quota.make_room(NO_TENANT, 1000, evict_one) and not quota.make_room(b"a", 101, evict_one)
+    assert not evicted
+    assert quota.make_room(b"a", 61, evict_one) and len(evicted) == 2
+    assert quota.make_room(b"a", 100, evict_one) and len(evicted) == 3 and not quota._used_bytes
+    quota.add(b"b", 100)
+    assert quota.make_room(b"b", 1, lambda: False) is False
 
 
 @settings(max_examples=30, deadline=None)
