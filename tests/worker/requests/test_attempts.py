@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.worker.requests.attempts import AttemptKey, AttemptRegistry
+from libs.worker.requests.attempts import (
+    MAX_REQUEST_ID_CHARS,
+    AttemptKey,
+    AttemptRegistry,
+    client_request_id,
+)
 from slipstream.errors import Aborted, FailedPrecondition, InvalidArgument, SlipstreamError
 
 
@@ -50,10 +55,24 @@ def test_an_abort_before_its_start_wins() -> None:
 @pytest.mark.parametrize(("request_id", "attempt"), [("", 1), ("x" * 257, 1), ("r", 0)])
 def test_malformed_attempt_names_are_refused(request_id: str, attempt: int) -> None:
     registry = AttemptRegistry()
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgument) as caught:
         registry.admit(request_id, attempt, 0)
+    assert caught.value.field == ("attempt.attempt" if request_id == "r" else "attempt.request_id")
     assert registry.abort(request_id, attempt) == []
-    assert registry.running == 0
+    assert registry.running == 0 and not registry._known
+
+
+def test_the_longest_id_and_the_first_attempt_are_taken() -> None:
+    registry, longest = AttemptRegistry(), "x" * MAX_REQUEST_ID_CHARS
+    assert registry.abort(longest, 1) == []
+    with pytest.raises(Aborted):
+        registry.admit(longest, 1, 0)
+    assert registry.admit(longest, 2, 0) == []
+
+
+def test_the_id_of_a_client_is_the_one_before_a_routers_digits() -> None:
+    ids = ["a.b.012345678901", "a.b", ".012345678901", "a.0123456789012"]
+    assert list(map(client_request_id, ids)) == ["a.b", *ids[1:]]
 
 
 _ids = st.sampled_from(["a", "b", "c", "d", "e", "f"])

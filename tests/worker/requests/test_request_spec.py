@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.common.block_hash import SharedPrefix, chain_hashes
+from libs.common.block_hash import MAX_SALT_BYTES, SharedPrefix, chain_hashes
 from libs.common.cluster.fingerprint import Fingerprint
 from libs.engine.kv.cache import KV_DTYPES
 from libs.worker.requests.request_spec import (
@@ -96,7 +96,8 @@ def test_hashes_cover_emitted_tokens_too(prompt: list[int], emitted: list[int]) 
         (b"", b"", "block_hashes"),
         (bytes(15), b"", "block_hashes"),
         (pack_hashes(chain_hashes(range(4), root=ROOT, salt=b"other", block_tokens=4)), b"", "block_hashes"),
-        (b"", bytes(65), "salt"),
+        (b"", bytes(MAX_SALT_BYTES + 1), "salt"),
+        (b"", bytes(MAX_SALT_BYTES), "block_hashes"),
     ],
 )
 def test_wrong_hashes_are_refused(hashes: bytes, salt: bytes, field: str) -> None:
