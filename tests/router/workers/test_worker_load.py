@@ -20,6 +20,20 @@ class Clock:
         return self.now_s
 
 
+class Owner(AnyWorker):
+    """Counts what it is notified of."""
+
+    def __init__(self) -> None:
+        self.n_changes = 0
+        self.reports: list[tuple[WorkerConnection, worker_pb2.LoadReport]] = []
+
+    def readiness_changed(self) -> None:
+        self.n_changes += 1
+
+    def reported(self, link: WorkerConnection, report: worker_pb2.LoadReport) -> None:
+        self.reports.append((link, report))
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -59,6 +73,30 @@ async def test_of_a_report_counts_what_others_sent(link: WorkerConnection, clock
     later.lower_to(15)
     assert link.load()[1:] == (15, 1)
     assert link.own_tokens == (15,)
+
+
+async def test_a_report_makes_a_worker_ready_until_it_drains(clock: Clock) -> None:
+    owner = Owner()
+    worker = Worker(Role.PREFILL, "w0", "127.0.0.1:1", "i")
+    link = WorkerConnection(worker, owner, clock=clock)
+    settled: list[tuple[str, bool]] = []
+    assert link.load() == (None, 0, 0) and not (link.ready or link.draining or link.has_reported)
+    link.when_settled(lambda key, has_ended: settled.append((key, has_ended)))
+    sent = worker_pb2.LoadReport(sequence=2, prefill_tokens_in_flight=7, decode_tokens_in_flight=9)
+    link._apply(sent)
+    assert link.ready and link.has_reported and link.load()[1:] == (7, 0)
+    assert (owner.n_changes, owner.reports) == (1, [(link, sent)])
+    assert settled == [("prefill/w0/i", False)]
+    link._apply(report(2, tokens=100, running=1))  # it was read before
+    assert link.load()[1:] == (7, 0)
+    link._apply(worker_pb2.LoadReport(sequence=3, draining=True))
+    assert link.draining and not link.ready and owner.n_changes == 2
+    link._apply(report(1, tokens=100, running=1))  # of the next stream
+    assert link.ready and link.load()[1:] == (100, 1)
+    clock.now_s += worker_link.SILENCE_S
+    assert not link.is_silent and link.check_heartbeat() is False
+    await link.close()
+    assert not link.ready
 
 
 async def test_a_stale_report_counts_for_nothing(link: WorkerConnection, clock: Clock) -> None:
