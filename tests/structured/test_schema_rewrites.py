@@ -59,8 +59,11 @@ def test_an_exclusive_bound_beside_a_near_fraction_moves_inside() -> None:
     assert with_exact_bounds(both) == {"minimum": 2.25, "maximum": 2.5}
     for untouched in ({"exclusiveMinimum": 0, "maximum": 1.5}, {"exclusiveMinimum": 0, "maximum": 1}):
         assert with_exact_bounds(untouched) == untouched
-    integers = {"type": "integer", "exclusiveMinimum": 0, "maximum": 0.5}
-    assert with_exact_bounds(integers) == integers
+    for kind in ("integer", ["integer", "null"]):
+        integers = {"type": kind, "exclusiveMinimum": 0, "maximum": 0.5}
+        assert with_exact_bounds(integers) == integers
+    fractions = {"type": ["null", "number"], "exclusiveMinimum": 2, "maximum": 2.5}
+    assert with_exact_bounds(fractions)["minimum"] == 2 + 1e-9
 
 
 @pytest.mark.parametrize("step", [-1, 0, 1, 2**60])
