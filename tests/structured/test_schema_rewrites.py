@@ -21,9 +21,13 @@ NAMES = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 
 
 def allows(schema: dict[str, Any], value: float) -> bool:
-    return schema.get("minimum", -math.inf) <= value <= schema.get("maximum", math.inf) and schema.get(
-        "exclusiveMinimum", -math.inf
-    ) < value < schema.get("exclusiveMaximum", math.inf)
+    least, above, most, below = (schema.get(name) for name in NAMES)
+    return (
+        (least is None or value >= least)
+        and (above is None or value > above)
+        and (most is None or value <= most)
+        and (below is None or value < below)
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -125,7 +129,7 @@ def test_closed_objects_may_lack_keys(
     schema = {"patternProperties": dict.fromkeys(patterns, True), "additionalProperties": False}
     assert may_lack_keys(schema, n_keys) == lacks
     assert may_lack_keys({**schema, "type": ["object", "null"]}, n_keys) == lacks
-    others = [
+    others: list[dict[str, Any]] = [
         {"type": "string"},
         {"type": ["string"]},
         {"additionalProperties": True},
@@ -143,7 +147,7 @@ def test_distinct_keys_are_those_beyond_the_declared_ones() -> None:
     closed = {"patternProperties": {"^[ab]$": True}, "additionalProperties": False}
     assert count_distinct_keys([(Path(), {**least, **closed})]) == 4
     assert count_distinct_keys([(Path(), {"minProperties": "4"})]) == 0
-    parts = [(Path(steps=("x",)), closed), (Path(), {"maxProperties": 3})]
+    parts: list[tuple[Path, dict[str, Any]]] = [(Path(steps=("x",)), closed), (Path(), {"maxProperties": 3})]
     assert (find_few_keys(parts, 3), find_few_keys(parts, 2), find_few_keys(parts, 0)) == (
         "x.patternProperties",
         None,
