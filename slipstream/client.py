@@ -269,7 +269,7 @@ class Client:
     def tokenize(self, prompt: str | Sequence[Message], **arguments: Unpack[ChatArguments]) -> PromptTokens:
         """The tokens of a text, or of messages as `chat` sends them, and the size of the context.
 
-        Arguments that change no prompt have no effect.
+        The context does not bound them. Arguments that change no prompt have no effect.
         """
         request, timeout_s = tokenize_request(prompt, arguments), arguments.get("timeout_s", 10.0)
         answer = self._unary("Tokenize", request, timeout_s)

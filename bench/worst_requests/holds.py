@@ -28,7 +28,7 @@ from bench.worst_requests import bodies, messages
 from bench.worst_requests.parsers import PARSERS
 from libs.common.runtime.heap import freeze_heap
 from services.router.api.content_encoding import decompress
-from services.router.execution.generation import INLINE_CHARS, INLINE_MESSAGES
+from services.router.execution.prompt_encoding import INLINE_CHARS, INLINE_MESSAGES
 from services.router.request.conversations.token_cache import TokenCache
 from services.router.request.model_card import ModelCard, load_model_card
 from services.router.request.output_constraints import OutputConstraints

@@ -113,7 +113,7 @@ class TenantSlots:
 
 
 class TokenSlots:
-    """Slots of calls that tokenize or detokenize: a list of tokens takes ten times its message's memory."""
+    """Slots of calls that count or detokenize: a list of tokens takes ten times its message's memory."""
 
     def __init__(self, texts: TextShares) -> None:
         self._texts = texts

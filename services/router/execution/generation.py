@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from functools import partial
 
 from opentelemetry.trace import SpanContext
 
 from libs.common.block_hash import HashChain
 from libs.common.telemetry import tracing
-from libs.text.tool_declaration import cached_tools_text, tools_text
 from services.router.admission.gate import AdmissionTicket
 from services.router.execution.attempt_types import AttemptSpec
 from services.router.execution.attempts.hedging import AttemptEnd
@@ -21,14 +19,13 @@ from services.router.execution.event_queue import ResponseQueue
 from services.router.execution.output_processor import OutputProcessor
 from services.router.execution.policies.context_room import OutputRoom, list_output_lengths
 from services.router.execution.policies.job_holds import JobHold
+from services.router.execution.prompt_encoding import encode_prompt
 from services.router.execution.request_state import RequestState
 from services.router.execution.request_stats import CountedTokens, StatsRecorder
 from services.router.metering.metering import MeteredRequest
 from services.router.placement.types import PlacementDecision
 from services.router.recording.timeline import RequestTimeline
-from services.router.request.conversations.chat_query import ChatQuery, count_messages
-from services.router.request.prompt import Encoded, Prompt, PromptDraft, query_of
-from services.router.request.prompt_encoder import PromptEncoder
+from services.router.request.prompt import Prompt
 from services.router.request.prompt_rows import PromptRows
 from services.router.request.types import Caller, ChatInput, GenerationRequest
 from services.router.request.validation import prompt_field
@@ -37,60 +34,6 @@ from slipstream import errors
 from slipstream.enum_names import FINISH_REASONS
 from slipstream.sampling import OutputConstraint
 from slipstream.v1 import common_pb2, router_pb2
-
-# Longer texts, and more messages with their tool calls, are encoded off the event loop.
-INLINE_CHARS = 16_384
-INLINE_MESSAGES = 256
-
-
-async def encode_prompt(
-    context: RouterContext,
-    request: GenerationRequest,
-    *,
-    tenant: str,
-    request_id: str,
-    constraint: OutputConstraint | None = None,
-) -> Prompt:
-    """Encode a valid request. Raises InvalidArgument when the prompt exceeds the context."""
-    query = (
-        await _make_query(context, request.input, tenant) if isinstance(request.input, ChatInput) else None
-    )
-    draft = PromptDraft.of(request, context.card, context.token_cache, tenant=tenant, query=query)
-    if draft.new_chars <= INLINE_CHARS and draft.new_messages <= INLINE_MESSAGES:
-        encoded = draft.encode()
-    else:
-        encoded = await _encode_in_steps(context, draft, tenant)
-    prompt = draft.finish(encoded, request_id=request_id, constraint=constraint)
-    context.counters.add("slipstream_prompt_tokens_encoded_total", prompt.encoded_tokens)
-    return prompt
-
-
-async def _encode_in_steps(context: RouterContext, draft: PromptDraft, tenant: str) -> Encoded:
-    """Encode off the event loop. A request that ends meanwhile leaves at most one running step behind."""
-    encoder, encoded = PromptEncoder(draft), None
-    while encoded is None:
-        encoded = await context.threads.run(tenant, encoder.step)
-    return encoded
-
-
-async def _make_query(context: RouterContext, chat: ChatInput, tenant: str) -> ChatQuery:
-    """The conversation, with many messages that the cache lacks rendered off the event loop."""
-    query = query_of(
-        chat, context.card, tenant=tenant, declaration=await _declare_tools(context, chat, tenant)
-    )
-    if count_messages(query.messages) > INLINE_MESSAGES:
-        first = context.token_cache.first_unknown(query)
-        if count_messages(query.messages[first:]) > INLINE_MESSAGES:
-            await context.threads.run(tenant, partial(query.render, first))
-    return query
-
-
-async def _declare_tools(context: RouterContext, chat: ChatInput, tenant: str) -> str | None:
-    """The text of the request's tools. Agents repeat their tools, so it is mostly cached."""
-    if not chat.tools:
-        return None
-    text = cached_tools_text(chat.tools)
-    return text if text is not None else await context.threads.run(tenant, partial(tools_text, chat.tools))
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import contextlib
 from libs.common import service_bounds
 from services.router.admission.gate import AdmissionGate
 from services.router.execution.context import RouterContext
-from services.router.execution.generation import encode_prompt
+from services.router.execution.prompt_encoding import encode_prompt
 from services.router.request.types import Caller, GenerationRequest
 
 # A prompt may have this many times the tokens that are estimated from its characters.

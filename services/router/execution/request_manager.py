@@ -16,14 +16,13 @@ from services.router.admission.gate import AdmissionGate, priority_of
 from services.router.admission.tenant_shares import TextShares, TokenSlots
 from services.router.admission.types import PRIORITIES, AdmissionLimits, AdmissionRequest, Priority
 from services.router.execution.context import RouterContext
-from services.router.execution.generation import GenerationTask, encode_prompt
+from services.router.execution.generation import GenerationTask
 from services.router.execution.policies.job_holds import JobHolds
 from services.router.execution.prompt_lengths import PromptLengths
 from services.router.execution.request_stats import count_end, is_cancelled
 from services.router.execution.running_request import RunningRequest, execute
 from services.router.recording.timeline import RequestTimeline
 from services.router.request.output_constraints import OutputConstraints
-from services.router.request.prompt import Prompt
 from services.router.request.types import Caller, GenerationRequest
 from services.router.request.validation import check_caller, check_values
 from slipstream import bounds, errors
@@ -183,12 +182,6 @@ class RequestManager:
             self.texts.release(caller.tenant, chars)
             run.end_metering(refusal)
             raise
-
-    async def encode(self, request: GenerationRequest, caller: Caller, *, n_bytes: int) -> Prompt:
-        """The prompt of a request that does not run. Raises as `begin` does."""
-        await self.read(caller, partial(check_values, request, self.context.card), n_bytes=n_bytes)
-        with self.texts.holding(caller.tenant, request.text_chars):
-            return await encode_prompt(self.context, request, tenant=caller.tenant, request_id="")
 
     async def _free_id(self, key: tuple[str, str], *, is_takeover: bool) -> None:
         """Make sure that no request has this id. Raises InvalidArgument if one has.

@@ -43,8 +43,10 @@ from services.router.request.conversations.token_cache import (
     CachedChat,
     Conversation,
     TokenCache,
+    count_new,
     encode,
     encode_segments,
+    join_ids,
     pack_ids,
     run_to_end,
     unpack_ids,
@@ -159,8 +161,8 @@ class PromptDraft(msgspec.Struct, frozen=True):
     def encode_pieces(self) -> Generator[int, None, Encoded]:
         """Encode the text piece by piece; yields the number of new tokens so far. May run on any thread."""
         tokenizer = self.card.tokenizer
+        special_id = tokenizer.special_ids.__getitem__
         if self.conversation is not None:
-            special_id = tokenizer.special_ids.__getitem__
             messages = yield from encode(self.conversation, tokenizer.encode_pieces, special_id)
             if not self.partial:
                 return messages, _generation_prompt(tokenizer, self.thinking)
@@ -169,19 +171,38 @@ class PromptDraft(msgspec.Struct, frozen=True):
             tail = yield from encode_segments(
                 segments, tokenizer.encode_pieces, special_id, n_before=n_before
             )
-            return messages, pack_ids(tail)
+            return messages, tail
         assert not isinstance(self.request.input, ChatInput)
         if self.request.input.token_ids:
             return [], pack_ids(self.request.input.token_ids)
-        ids: list[int] = []
-        for piece in tokenizer.encode_pieces(self.request.input.prompt):
-            ids += piece
-            yield len(ids)
-        return [], pack_ids(ids)
+        text = [(False, self.request.input.prompt)]
+        return [], (yield from encode_segments(text, tokenizer.encode_pieces, special_id, n_before=0))
 
     def encode(self) -> Encoded:
         """Encode all of it at once."""
         return run_to_end(self.encode_pieces())
+
+    def fits(self, encoded: Encoded) -> bool:
+        """Whether the context has room for all ids."""
+        return self.known_tokens + count_new(*encoded) <= self.card.max_context_tokens
+
+    def join(self, encoded: Encoded) -> tuple[TokenArray, int]:
+        """All ids of a prompt that does not run, of any length, and how many were encoded for it.
+
+        A conversation that fits the context is cached. Others may be joined on any thread.
+        """
+        (messages, tail), forced = encoded, self._forced()
+        if self.conversation is None:
+            ids = unpack_ids(tail)
+        elif self.fits(encoded):
+            ids = self.memory.finish(self.conversation, messages, tail).ids
+        else:
+            ids = join_ids(self.conversation, messages, tail)
+        return np.concatenate([ids, as_tokens(forced)]) if forced else ids, count_new(messages, tail)
+
+    def _forced(self) -> tuple[int, ...]:
+        chat = self.request.input
+        return _forced_prefix(chat, self.card) if isinstance(chat, ChatInput) else ()
 
     def finish(
         self, encoded: Encoded, *, request_id: str, constraint: OutputConstraint | None = None
@@ -190,13 +211,12 @@ class PromptDraft(msgspec.Struct, frozen=True):
         request, card = self.request, self.card
         messages, tail = encoded
         chat_ids: CachedChat | None = None
-        forced: tuple[int, ...] = ()
+        forced = self._forced()
         tools_allowed = False
         if self.conversation is not None:
             assert isinstance(request.input, ChatInput)
             chat = request.input
             chat_ids = self.memory.finish(self.conversation, messages, tail)
-            forced = _forced_prefix(chat, card)
             ids = np.concatenate([chat_ids.ids, as_tokens(forced)]) if forced else chat_ids.ids
             n_encoded = chat_ids.encoded_tokens
             tools_allowed = bool(chat.tools) and _mode(chat) != "none"

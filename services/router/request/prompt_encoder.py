@@ -1,4 +1,4 @@
-"""Encodes a drafted prompt in steps of bounded length; stops when it exceeds the context by far. Pure."""
+"""Encodes a drafted prompt in steps of bounded length; one that runs is bounded by the context. Pure."""
 
 from __future__ import annotations
 
@@ -14,23 +14,28 @@ _COUNTED_EXCESS_TOKENS = MAX_ENCODE_CHARS
 
 
 class PromptEncoder:
-    """The running encoding of one draft. One step at a time, each on any thread."""
+    """The running encoding of one draft. One step at a time, each on any thread.
 
-    def __init__(self, draft: PromptDraft) -> None:
+    `counts_all`: the prompt does not run, so that its length is of interest whatever the context.
+    """
+
+    def __init__(self, draft: PromptDraft, *, counts_all: bool = False) -> None:
         self._draft = draft
+        self._counts_all = counts_all
         self._pieces = draft.encode_pieces()
         self._new_tokens = 0
 
     def step(self) -> Encoded | None:
         """Encode on; returns everything once it is encoded.
 
-        Raises InvalidArgument, without encoding the rest, when the prompt exceeds the context by far.
+        Raises InvalidArgument, without encoding the rest, when a prompt that runs exceeds the context by far.
         """
         end = self._new_tokens + STEP_TOKENS
         try:
             while self._new_tokens < end:
                 self._new_tokens = next(self._pieces)
-                self._check_length()
+                if not self._counts_all:
+                    self._check_length()
         except StopIteration as encoded:
             result: Encoded = encoded.value
             return result

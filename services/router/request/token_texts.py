@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from functools import partial
 from typing import TypeVar
 
@@ -70,7 +70,7 @@ def write_token(into: router_pb2.TextLogprob, tokenizer: Tokenizer, token: int) 
     into.token, into.token_bytes = raw.decode("utf-8", "replace"), raw
 
 
-def check_count(ids: Sequence[int], field: str) -> None:
+def check_count(ids: Sized, field: str) -> None:
     """Raises InvalidArgument for more ids than one call decodes."""
     if len(ids) > MAX_DECODED_TOKENS:
         raise InvalidArgument(field, f"must have at most {MAX_DECODED_TOKENS} token ids, not {len(ids)}")

@@ -20,7 +20,7 @@ from libs.text.tokenizer import Tokenizer
 from services.router.api.answers import exchange
 from services.router.api.openai import request as openai_request
 from services.router.api.rpc import call_reader, generate_message, token_methods
-from services.router.execution import generation, request_manager
+from services.router.execution import prompt_encoding, request_manager
 from services.router.execution.request_manager import INLINE_BYTES
 from services.router.request import prompt
 from services.router.request.conversations import message_node
@@ -96,7 +96,7 @@ async def test_each_heavy_step_of_a_long_message_runs_off_the_event_loop(
     for owner, name in (
         parse,
         (request_manager, "check_values"),
-        (generation, "tools_text"),
+        (prompt_encoding, "tools_text"),
         (Tokenizer, "_encode_piece"),
     ):
         threads.watch(owner, name)
@@ -113,7 +113,7 @@ async def test_each_heavy_step_of_a_long_message_runs_off_the_event_loop(
 @pytest.mark.parametrize(
     ("message", "n_messages"),
     [
-        ({"role": "user", "content": "a"}, generation.INLINE_MESSAGES + 1),
+        ({"role": "user", "content": "a"}, prompt_encoding.INLINE_MESSAGES + 1),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * 128}, 2),
     ],
 )

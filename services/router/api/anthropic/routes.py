@@ -8,6 +8,7 @@ from functools import partial
 from aiohttp import web
 
 from libs.common.http.failure import ErrorShape
+from services.router.api.answers.prompt_tokens import count_tokens
 from services.router.api.anthropic.answer_format import MessagesFormat
 from services.router.api.anthropic.errors import error_shape
 from services.router.api.anthropic.request import parse_count_body
@@ -56,5 +57,5 @@ class MessagesRoutes:
         sent = await self._reader.encoded_body(request, caller.tenant)
         body = await self._manager.read(caller, lambda: parse_count_body(sent.plain()), n_bytes=sent.n_bytes)
         body.paths.check(body.generation, self._card)
-        prompt = await self._manager.encode(body.generation, caller, n_bytes=sent.n_bytes)
-        return len(prompt.token_ids), body.ignored
+        n_tokens = await count_tokens(self._manager, body.generation, caller, n_bytes=sent.n_bytes)
+        return n_tokens, body.ignored

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
+from libs.common.block_hash import TokenArray
+from services.router.api.answers.prompt_tokens import prompt_ids
 from services.router.api.http.answer_delivery import AnswerDelivery
 from services.router.api.http.ignored_header import count_ignored
 from services.router.api.http.request_reader import RequestReader
@@ -20,11 +23,14 @@ from services.router.api.openai.token_bodies import (
 from services.router.execution.request_manager import RequestManager
 from services.router.metering.metering import limited_call
 from services.router.request.model_card import ModelCard
-from services.router.request.token_texts import TokenTexts
+from services.router.request.token_texts import TokenTexts, check_count
 from services.router.request.types import Caller, GenerationRequest, PromptInput
 from services.router.request.validation import check_model
 
 T = TypeVar("T")
+
+# A list of ids takes ten times the memory of an array.
+_LISTED_TOGETHER = 16_384
 
 
 class TokenEndpoint:
@@ -52,14 +58,22 @@ class TokenEndpoint:
 
     async def _tokens(self, body: Tokenize, caller: Caller, n_bytes: int) -> dict[str, object]:
         async with self._manager.token_slots.serving(caller.tenant, n_bytes):
-            prompt = await self._manager.encode(self._with_edge(body.request), caller, n_bytes=n_bytes)
-            ids = prompt.token_ids.tolist()
+            ids = await prompt_ids(self._manager, self._with_edge(body.request), caller, n_bytes=n_bytes)
+            if body.with_texts:
+                check_count(ids, "return_token_strs")
+                texts = await self._texts.each(ids.tolist(), tenant=caller.tenant)
             return {
                 "count": len(ids),
                 "max_model_len": self._card.max_context_tokens,
-                "tokens": ids,
-                "token_strs": await self._texts.each(ids, tenant=caller.tenant) if body.with_texts else None,
+                "tokens": await self._listed(ids, caller.tenant),
+                "token_strs": texts if body.with_texts else None,
             }
+
+    async def _listed(self, ids: TokenArray, tenant: str) -> msgspec.Raw:
+        """The ids as JSON. Many are listed off the event loop, and part by part."""
+        if len(ids) <= _LISTED_TOGETHER:
+            return listed_json(ids)
+        return await self._manager.context.threads.run(tenant, partial(listed_json, ids))
 
     def _with_edge(self, request: GenerationRequest) -> GenerationRequest:
         """The request, where the prompt `[BOS]` alone is that token: so evals ask for its id.
@@ -98,3 +112,9 @@ class TokenEndpoint:
         sent = await self._reader.encoded_body(request, caller.tenant)
         body = await self._manager.read(caller, lambda: parse(sent.plain()), n_bytes=sent.n_bytes)
         return body, sent.n_bytes
+
+
+def listed_json(ids: TokenArray) -> msgspec.Raw:
+    """The JSON list of the ids, made part by part."""
+    parts = [ids[begin : begin + _LISTED_TOGETHER] for begin in range(0, len(ids), _LISTED_TOGETHER)]
+    return msgspec.Raw(b"[" + b",".join([msgspec.json.encode(part.tolist())[1:-1] for part in parts]) + b"]")

@@ -12,6 +12,7 @@ from aiohttp import web
 from libs.common import api_bounds
 from libs.common.http.failure import ErrorShape, failure_of
 from services.router.api.answers.exchange import read_exchange
+from services.router.api.answers.prompt_tokens import count_tokens
 from services.router.api.content_encoding import decompress
 from services.router.api.followers import Followers
 from services.router.api.http.event_stream import EventStream
@@ -144,8 +145,8 @@ class ResponsesRoutes:
         data = await self._reader.body(request, caller.tenant)
         encoding = request.headers.get("Content-Encoding", "").lower()
         read = await read_exchange(self._manager, self.format, caller, data, request_id="", encoding=encoding)
-        prompt = await self._manager.encode(read.body.requests[0], caller, n_bytes=read.n_bytes)
-        return len(prompt.token_ids), read.options.ignored
+        n_tokens = await count_tokens(self._manager, read.body.requests[0], caller, n_bytes=read.n_bytes)
+        return n_tokens, read.options.ignored
 
     async def _show(self, request: web.Request) -> web.StreamResponse:
         tenant, response_id = self._reader.tenant(request), request.match_info["response_id"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from libs.common.block_hash import TokenArray
 from libs.common.rpc.serve import metadata_of
+from services.router.api.answers.prompt_tokens import prompt_ids
 from services.router.api.rpc.call_reader import CallReader
 from services.router.api.rpc.callers import Callers, Context
 from services.router.api.rpc.wire.message_reader import read_message
@@ -14,6 +16,9 @@ from services.router.request.model_card import ModelCard
 from services.router.request.token_ids import listed
 from services.router.request.token_texts import TokenTexts
 from slipstream.v1 import router_pb2
+
+# A list of ids takes ten times the memory of an array.
+_LISTED_TOGETHER = 16_384
 
 
 class TokenMethods:
@@ -34,10 +39,17 @@ class TokenMethods:
         with limited_call(self._manager.context.metering, caller):
             request, n_bytes = await self._reader.tokenized(data, caller)
             async with self._manager.token_slots.serving(caller.tenant, n_bytes):
-                prompt = await self._manager.encode(request, caller, n_bytes=n_bytes)
-                return router_pb2.TokenizeResponse(
-                    token_ids=prompt.token_ids.tolist(), max_context_tokens=self._card.max_context_tokens
-                )
+                ids = await prompt_ids(self._manager, request, caller, n_bytes=n_bytes)
+                if len(ids) <= _LISTED_TOGETHER:
+                    return self._answer(ids)
+                threads = self._manager.context.threads
+                return await threads.run(caller.tenant, partial(self._answer, ids))
+
+    def _answer(self, ids: TokenArray) -> router_pb2.TokenizeResponse:
+        answer = router_pb2.TokenizeResponse(max_context_tokens=self._card.max_context_tokens)
+        for begin in range(0, len(ids), _LISTED_TOGETHER):
+            answer.token_ids.extend(ids[begin : begin + _LISTED_TOGETHER].tolist())
+        return answer
 
     async def detokenize(self, data: bytes, context: Context) -> router_pb2.DetokenizeResponse:
         """Detokenize."""

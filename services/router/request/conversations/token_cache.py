@@ -39,6 +39,8 @@ T = TypeVar("T")
 
 MAX_BYTES = 512 << 20
 MAX_TENANT_BYTES = 256 << 20
+# A list takes ten times the memory of packed ids.
+PACKED_TOGETHER = 65_536
 TENANT_BYTES = 1400  # the size of a tenant's name, root and LRU list
 
 
@@ -205,12 +207,11 @@ class TokenCache:
         `tail`: the ids of what follows the last message.
         """
         known = [ids if n_bytes == len(ids) else ids[:n_bytes] for ids, n_bytes in conversation.known]
-        encoded = [message.ids for message in new]
-        ids = unpack_ids(b"".join([*known, *encoded, tail]))
+        ids = unpack_ids(b"".join([*known, *[message.ids for message in new], tail]))
         cursor = self._insert(conversation, new)
         parts = [(node.hashed, node.begin, end) for node, end in cursor.parts()] if cursor is not None else ()
         self._tree.make_room([conversation.query.tenant])
-        return CachedChat(ids, (sum(map(len, encoded)) + len(tail)) // ID_BYTES, parts)
+        return CachedChat(ids, count_new(new, tail), parts)
 
     def _insert(self, conversation: Conversation, new: Sequence[NewMessage]) -> PromptCursor | None:
         """The position of the conversation's end; None if messages before the missing ones were evicted."""
@@ -231,6 +232,17 @@ class TokenCache:
         return cursor
 
 
+def join_ids(conversation: Conversation, new: Sequence[NewMessage], tail: bytes) -> TokenArray:
+    """All ids of a conversation, with those that `encode` returned. May run on any thread."""
+    known = [ids[:n_bytes] for ids, n_bytes in conversation.known]  # the cache may extend what it has
+    return unpack_ids(b"".join([*known, *[message.ids for message in new], tail]))
+
+
+def count_new(new: Sequence[NewMessage], tail: bytes) -> int:
+    """The number of ids that `encode` returned, with those of `tail`."""
+    return (sum([len(message.ids) for message in new]) + len(tail)) // ID_BYTES
+
+
 def encode(
     conversation: Conversation,
     encode_pieces: Callable[[str], Iterable[list[int]]],
@@ -245,9 +257,9 @@ def encode(
     n_ids = 0
     for index, key in enumerate(conversation.missing, len(query.messages) - len(conversation.missing)):
         ids = yield from encode_segments(pieces_of(key), encode_pieces, special_id, n_before=n_ids)
-        n_ids += len(ids)
+        n_ids += len(ids) // ID_BYTES
         message = query.messages[index] if index >= 0 else None  # None: of the header
-        new.append(NewMessage.of(key, message, pack_ids(ids), keeps_reasoning=index >= query.kept_from))
+        new.append(NewMessage.of(key, message, ids, keeps_reasoning=index >= query.kept_from))
     return new
 
 
@@ -257,17 +269,20 @@ def encode_segments(
     special_id: Callable[[str], int],
     *,
     n_before: int,
-) -> Generator[int, None, list[int]]:
-    """Encode (control, text) of each segment; yields as `encode`, counting from `n_before`."""
-    ids: list[int] = []
+) -> Generator[int, None, bytes]:
+    """Encode (control, text) of each segment to packed ids; yields as `encode`, counting from `n_before`."""
+    packed, ids = bytearray(), list[int]()
     for control, text in segments:
         if control:
             ids.append(special_id(text))
             continue
         for piece in encode_pieces(text):
             ids += piece
-            yield n_before + len(ids)
-    return ids
+            yield n_before + len(packed) // ID_BYTES + len(ids)
+            if len(ids) >= PACKED_TOGETHER:
+                packed += pack_ids(ids)
+                ids = []
+    return bytes(packed) + pack_ids(ids)
 
 
 def run_to_end(pieces: Generator[int, None, T]) -> T:
