@@ -100,6 +100,7 @@ class ResponseParser:
         self._may_stop = any(stop)
         self._reasoning = StopMatcher(marker=SINGULAR_SECTION_BEGIN)
         self._cut = b""  # the first bytes of an incomplete character
+        self.text_chars = 0  # whole characters of the reasoning and the answer, held back ones included
         # Text of the header, then of the arguments as long as the call has no name.
         self._collected: list[str] = []
         self._unnamed: ToolCallHeader | None = None
@@ -172,8 +173,10 @@ class ResponseParser:
             return
         match self._mode:
             case _Mode.CONTENT:
+                self.text_chars += len(text)
                 self._show(self._content.feed(text))
             case _Mode.REASONING:
+                self.text_chars += len(text)
                 self._show(self._reasoning.feed(text))
             case _Mode.HEADER:
                 self._collected.append(text)

@@ -819,6 +819,7 @@ class TextLogprob(_message.Message):
     TOP_FIELD_NUMBER: _builtins.int
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
+    TEXT_OFFSET_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     token_bytes: _builtins.bytes
     logprob: _builtins.float
@@ -826,6 +827,8 @@ class TextLogprob(_message.Message):
     """`token_id` and `rank` are set in `prompt_logprobs` only."""
     rank: _builtins.int
     """1 = the most likely; 0: the prompt's first token, which has no log probability"""
+    text_offset: _builtins.int
+    """Set in `logprobs` only: the characters of reasoning and text before the one that the token begins or continues."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextLogprob]:
         """the most likely tokens at this position"""
@@ -839,10 +842,11 @@ class TextLogprob(_message.Message):
         top: _abc.Iterable[Global___TextLogprob] | None = ...,
         token_id: _builtins.int = ...,
         rank: _builtins.int = ...,
+        text_offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "token", b"token", "token_bytes", b"token_bytes", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "text_offset", b"text_offset", "token", b"token", "token_bytes", b"token_bytes", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -96,6 +96,7 @@ class OutputProcessor:
             if self.stopped:
                 break
             self._count(token)
+            text_offset = self._parser.text_chars
             deltas = [*self._pending, *(() if token in self._hidden else self._parser.push([token]))]
             self._pending = []
             if len(self.tokens) <= self._resume_after:
@@ -105,7 +106,7 @@ class OutputProcessor:
                 if not out:
                     out.append(Event())
                 last = out[-1].delta
-                self._add_logprob(last.logprobs.add(), token, logprobs[index])
+                self._add_logprob(last.logprobs.add(text_offset=text_offset), token, logprobs[index])
                 # Also for text that is held back: a client that resumes here has this log probability.
                 last.completion_tokens = len(self.tokens)
         return out

@@ -82,6 +82,41 @@ def test_any_batching_gives_the_same_answer_and_token_count(
     assert output.reasoning_tokens == reference.reasoning_tokens
 
 
+@given(
+    text=st.text(st.sampled_from("ab é本🎉\u200d"), max_size=8),
+    names=st.lists(st.sampled_from(["<|im_middle|>", "<think>", "</think>", "[EOT]"]), max_size=3),
+    data=st.data(),
+)
+@settings(max_examples=80, deadline=None)
+def test_the_offset_of_a_token_is_that_of_the_character_which_it_begins_or_continues(
+    card: ModelCard, text: str, names: list[str], data: st.DataObject
+) -> None:
+    """Control tokens between characters have no text; those within a character end it."""
+    pieces: list[tuple[list[int], str]] = [(card.tokenizer.encode_text(letter), letter) for letter in text]
+    for name in names:
+        at = data.draw(st.integers(0, len(pieces)))
+        pieces.insert(at, ([card.tokenizer.special_id(name)], ""))
+    tokens, expected, n_chars = [], list[int](), 0
+    for ids, shown in pieces:
+        tokens += ids
+        expected += [n_chars] * len(ids)
+        n_chars += len(shown)
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(tokens) - 1)))) if len(tokens) > 1 else ())
+    resume_after = data.draw(st.integers(0, len(tokens)))
+    output = OutputProcessor(
+        card.tokenizer,
+        ResponseParser(card.tokenizer, thinking=False, tools_allowed=False),
+        with_logprobs=True,
+        resume_after=resume_after,
+    )
+    found: list[int] = []
+    for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
+        rows = [common_pb2.PositionLogprobs(logprob=-1.0) for _ in range(start, end)]
+        for event in output.push(tokens[start:end], rows):
+            found += [row.text_offset for row in event.delta.logprobs]
+    assert found == expected[resume_after:]
+
+
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_resuming_at_any_reported_offset_loses_and_repeats_nothing(

@@ -58,7 +58,7 @@ class ResponseWriter(AnswerWriter):
         self._reasoning: list[str] = []
         self._calls: list[Json] = []
         self.share_budget(LogprobBudget())
-        self._n_chars = len(shape.echo)  # of the text before the next token
+        self._echo_chars = len(shape.echo)
         self._prompt = PromptLogprobsWriter(echo_top=shape.echo_logprobs, top=shape.prompt_logprobs)
         self.keeps_prompt = False  # for the further choices of a stream
         self._prompt_is_whole = False  # another choice has brought the rows
@@ -246,16 +246,12 @@ class ResponseWriter(AnswerWriter):
         """Log probabilities of the next tokens, with the offset of each in the choice's text."""
         if not items:
             return None
-        offsets: list[int] = []
-        for item in items:
-            offsets.append(self._n_chars)
-            self._n_chars += len(item.token)
         return {
             "tokens": [item.token for item in items],
             "token_logprobs": [item.logprob for item in items],
             # Of tokens with equal text the most likely one stays.
             "top_logprobs": [{top.token: top.logprob for top in reversed(item.top)} for item in items],
-            "text_offset": offsets,
+            "text_offset": [self._echo_chars + item.text_offset for item in items],
         }
 
 

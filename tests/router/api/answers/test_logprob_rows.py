@@ -67,8 +67,10 @@ def test_a_stream_of_responses_makes_each_row_once(made: list[Any]) -> None:
 @pytest.mark.parametrize("kind", writers())
 def test_the_end_of_a_whole_answer_makes_no_rows(kind: str, made: list[Any]) -> None:
     writer = writers()[kind]()
-    for _ in range(N_TOKENS):
-        writer.add(Delta(text="a", logprobs=[ROW]))
+    for offset in range(N_TOKENS):
+        row = router_pb2.TextLogprob(text_offset=offset)
+        row.MergeFrom(ROW)
+        writer.add(Delta(text="a", logprobs=[row]))
     made.clear()
     body = writer.body(finished())
     rows = (

@@ -215,6 +215,30 @@ async def test_offsets_of_log_probabilities_are_those_of_the_text(http: aiohttp.
         assert choice["text"][offset : offset + len(token)] == token
 
 
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_offsets_count_whole_characters_without_control_tokens(
+    http: aiohttp.ClientSession, cluster: FakeCluster, card: ModelCard, *, echo: bool, stream: bool
+) -> None:
+    encode, special = card.tokenizer.encode_text, card.tokenizer.special_id
+    answer = "日本 🎉 ok"
+    tokens = [*encode("日本"), special("<|im_middle|>"), special("</think>"), *encode(" 🎉 ok")]
+    script(cluster.model, [*tokens, special("<|im_end|>")])
+    body = {"prompt": "é", "logprobs": 0, "temperature": 0, "echo": echo, "stream": stream}
+    async with http.post("/v1/completions", json={**body, "max_tokens": 40}) as said:
+        text = await said.text()
+    choices = [each for e in (events_of(text) if stream else [json.loads(text)]) for each in e["choices"]]
+    rows = [each["logprobs"] for each in choices if each["logprobs"]]
+    offsets = [offset for each in rows for offset in each["text_offset"]]
+    assert "".join([each["text"] for each in choices]) == "é" * echo + answer
+    # Three bytes of the first two characters, two hidden tokens, then a space and four bytes of the third.
+    expected = [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4]
+    answered = offsets[len(encode("é")) * echo :]
+    assert offsets[: len(offsets) - len(answered)] == [0, 0] * echo
+    assert [offset - echo for offset in answered[: len(expected)]] == expected
+    assert max(answered) - echo <= len(answer)
+
+
 async def test_a_stop_token_of_the_client_ends_the_answer_and_is_not_shown(
     http: aiohttp.ClientSession, cluster: FakeCluster, card: ModelCard
 ) -> None:
