@@ -20,7 +20,7 @@
     │   ├── UnknownAddress     a message names an address that discovery does not announce; not dialled
     │   └── PrefixUnknown      a prompt was named that this worker does not remember; send it whole
     ├── DataCorrupt            a checksum did not match; the data is never used
-    ├── DeadlineExceeded       the request's own deadline passed
+    ├── DeadlineExceeded       the request's own deadline passed, or comes before an answer could
     ├── Aborted                the caller cancelled or aborted
     ├── AnswerMismatch         an answer is not of the type that the SDK's caller asked for
     └── Internal               a defect here
@@ -187,7 +187,7 @@ class DataCorrupt(SlipstreamError):
 
 
 class DeadlineExceeded(SlipstreamError):
-    """The request's own deadline passed."""
+    """The request's own deadline passed, or comes before an answer could. A longer one may help."""
 
     code = "DEADLINE_EXCEEDED"
     http_status = 504

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 UNAVAILABLE_RETRY_S = 1
 # The code of a refusal for lack of capacity: 3040 of the Workers AI error table.
 BUSY_CODE = "3040"
+# Libraries of OpenAI and Anthropic read it; else they repeat each 429 and 504.
+_NO_RETRY: Mapping[str, str] = {"x-should-retry": "false"}
 # OpenAI's codes of limits.
 _LIMIT_CODES: Mapping[type[errors.SlipstreamError], str] = {
     errors.RateLimited: "rate_limit_exceeded",
@@ -110,9 +112,11 @@ def _code(error: errors.SlipstreamError) -> str | None:
 
 def _headers(error: errors.SlipstreamError) -> Mapping[str, str]:
     """Retry-After where waiting helps."""
+    if isinstance(error, errors.DeadlineExceeded):
+        return _NO_RETRY
     if isinstance(error, errors.Overloaded):
         if not (wait_ms := error.retry_after_ms):
-            return {"x-should-retry": "false"}  # OpenAI's libraries read it
+            return _NO_RETRY
         return {"Retry-After": str(math.ceil(wait_ms / 1e3)), "retry-after-ms": str(wait_ms)}
     if isinstance(error, errors.Unavailable):
         return {"Retry-After": str(UNAVAILABLE_RETRY_S)}

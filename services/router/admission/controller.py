@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from services.router.admission.class_queues import ClassQueues, WaitingRequest
 from services.router.admission.end_pace import EndPace
 from services.router.admission.forecast import Capacity, Forecast, Load, PredictedLoad
+from services.router.admission.lateness import is_late, is_late_alone
 from services.router.admission.tenant_reserve import TenantReserve, with_reserve
 from services.router.admission.types import (
     AdmissionDecision,
@@ -105,10 +106,11 @@ class AdmissionController:
     def offer(self, ask: AdmissionRequest, capacity: Capacity, now_ms: float) -> AdmissionDecision:
         """Admit, queue or refuse a new request."""
         predicted = self._predict(ask, capacity, now_ms)
-        late, behind = _is_late(ask, now_ms, predicted), self._queued_before(ask.priority)
+        late, behind = self._is_late(ask, now_ms, predicted), self._queued_before(ask.priority)
         if not late and self._may_begin(ask, capacity, predicted):
             self._admit(ask, now_ms, predicted, preemptions=0)
-            return _ADMITTED
+            late_ms = predicted.prefill_ms if is_late(ask, now_ms, predicted) else 0.0
+            return AdmissionDecision(Verdict.ADMITTED, late_ms=late_ms) if late_ms else _ADMITTED
         refusal = self._refusal(ask, capacity, now_ms, predicted)
         if refusal is not None:
             return refusal
@@ -138,7 +140,9 @@ class AdmissionController:
         self, ask: AdmissionRequest, capacity: Capacity, now_ms: float, predicted: PredictedLoad
     ) -> AdmissionDecision | None:
         reason = ""
-        if _is_late(ask, now_ms, predicted):
+        if self._is_late(ask, now_ms, predicted):
+            if is_late_alone(ask, now_ms, predicted):
+                return AdmissionDecision(Verdict.REFUSED, "too late alone", late_ms=predicted.prefill_ms)
             reason = "cannot begin in time"
         elif not self._must_wait(ask, capacity, now_ms, predicted):
             return None
@@ -196,7 +200,7 @@ class AdmissionController:
         admitted = []
         while (head := self._queues.next_head(now_ms)) is not None:
             predicted = self._predict(head.ask, capacity, now_ms)
-            if _is_late(head.ask, now_ms, predicted):
+            if self._is_late(head.ask, now_ms, predicted):
                 self._leave(head.ask.key)
                 expired.append(head.ask.key)
                 continue
@@ -218,7 +222,7 @@ class AdmissionController:
         while heads:
             ask = heads[0].ask
             predicted = self._predict(ask, capacity, now_ms)
-            if _is_late(ask, now_ms, predicted) or not self._fits_in_reserve(ask, capacity, predicted):
+            if self._is_late(ask, now_ms, predicted) or not self._fits_in_reserve(ask, capacity, predicted):
                 del heads[0]
                 continue
             yield self._begin_waiting(heads[0], now_ms, predicted)
@@ -370,6 +374,10 @@ class AdmissionController:
 
     # ---- expected times
 
+    def _is_late(self, ask: AdmissionRequest, now_ms: float, predicted: PredictedLoad) -> bool:
+        """Whether a request is too late to begin. What would run alone is tried (lateness.py)."""
+        return bool(self._running) and is_late(ask, now_ms, predicted)
+
     def _expected_wait_ms(self, priority: Priority, now_ms: float) -> float:
         """The expected wait after the requests of this class and those above.
 
@@ -387,10 +395,3 @@ class AdmissionController:
     def _retry_after_ms(self, priority: Priority, now_ms: float) -> int:
         least, most = self._limits.min_retry_after_ms, self._limits.max_retry_after_ms
         return int(min(max(self._expected_wait_ms(priority, now_ms), least), most))
-
-
-def _is_late(ask: AdmissionRequest, now_ms: float, predicted: PredictedLoad) -> bool:
-    """Whether its first token would come after its deadline even if it began now."""
-    if ask.deadline_ms is None:
-        return False
-    return now_ms + predicted.wait_ms + predicted.prefill_ms > ask.deadline_ms

@@ -11,6 +11,7 @@ from libs.common.rpc.raise_once import raise_once
 from libs.common.telemetry.counters import Counters
 from services.router.admission.controller import AdmissionController
 from services.router.admission.forecast import Capacity
+from services.router.admission.lateness import late_message
 from services.router.admission.types import (
     BUSY_MESSAGE,
     AdmissionDecision,
@@ -37,6 +38,7 @@ class AdmissionTicket:
         self.ask = ask
         self.began = False  # admitted and started; set by its task
         self.preempted = False  # it stops and waits again; cleared by its task
+        self.late_reason = ""  # of a request that is tried although its time limit seems too short
         self._gate = gate
         self._on_preempt: Callable[[], None] | None = on_preempt
         self._admitted = False
@@ -55,6 +57,7 @@ class AdmissionTicket:
 
     def first_token(self) -> None:
         """Report the first token."""
+        self.late_reason = ""
         self._gate.controller.first_token(self.ask.key, self._gate.now_ms())
 
     def leave(self, *, output_tokens: int) -> None:
@@ -136,18 +139,19 @@ class AdmissionGate:
             self._uncached_share += _WEIGHT * (1 - cached_tokens / prompt_tokens - self._uncached_share)
 
     def refuse_early(self, ask: AdmissionRequest) -> None:
-        """Raises Overloaded where `offer` would. Called while `crowded`, before the request is parsed, to
+        """Raises what `offer` would. Called while `crowded`, before the request is parsed, to
         save that work."""
         decision = self.controller.refuses(ask, self.capacity(), self.now_ms())
         if decision is not None:
-            self._refuse(decision)
+            self._refuse(ask, decision)
 
     def waits(self, ask: AdmissionRequest) -> bool:
         """Whether `offer` would queue the request."""
         return self.controller.waits(ask, self.capacity(), self.now_ms())
 
     def offer(self, ask: AdmissionRequest, *, on_preempt: Callable[[], None]) -> AdmissionTicket:
-        """A ticket for a request, admitted or waiting. Raises Overloaded at once when it is refused."""
+        """A ticket for a request, admitted or waiting. A refusal raises at once: Overloaded, or
+        DeadlineExceeded where the time limit is too short for the prompt alone."""
         decision = self.controller.offer(ask, self.capacity(), self.now_ms())
         for key in decision.preempted:
             self._counters.add("slipstream_admission_preempted_total")
@@ -155,16 +159,25 @@ class AdmissionGate:
         if decision.pushed_out:
             self._refuse_waiting(decision.pushed_out, decision.retry_after_ms)
         if decision.verdict is Verdict.REFUSED:
-            self._refuse(decision)
+            self._refuse(ask, decision)
         ticket = self._tickets[ask.key] = AdmissionTicket(self, ask, on_preempt)
         if decision.verdict is Verdict.ADMITTED:
+            ticket.late_reason = self._late_reason(ask, decision)
             ticket.admit()
         self._arm()
         return ticket
 
-    def _refuse(self, decision: AdmissionDecision) -> NoReturn:
+    def _refuse(self, ask: AdmissionRequest, decision: AdmissionDecision) -> NoReturn:
         self._counters.add("slipstream_admission_rejected_total")
+        if reason := self._late_reason(ask, decision):
+            raise errors.DeadlineExceeded(reason)
         raise errors.Overloaded(BUSY_MESSAGE, retry_after_ms=decision.retry_after_ms)
+
+    def _late_reason(self, ask: AdmissionRequest, decision: AdmissionDecision) -> str:
+        """Why the request's time limit is too short, where the prompt is the cause."""
+        if not decision.late_ms or ask.deadline_ms is None:
+            return ""
+        return late_message(ask.deadline_ms - self.now_ms(), decision.late_ms)
 
     def end(self, ticket: AdmissionTicket, *, output_tokens: int) -> None:
         """Remove a ticket."""

@@ -81,13 +81,17 @@ class Verdict(enum.Enum):
 
 
 class AdmissionDecision(msgspec.Struct, frozen=True, gc=False):
-    """`preempted` requests return to the queue, `pushed_out` leaves it. Both are keys."""
+    """`preempted` requests return to the queue, `pushed_out` leaves it. Both are keys.
+
+    `late_ms`: the estimate of a prefill that alone exceeds the deadline of what was tried or refused.
+    """
 
     verdict: Verdict
     reason: str = ""
     retry_after_ms: int = 0
     preempted: tuple[str, ...] = ()
     pushed_out: str = ""
+    late_ms: float = 0.0
 
 
 class QueueChanges(msgspec.Struct, frozen=True, gc=False):

@@ -98,8 +98,9 @@ class RequestManager:
         is_checked: bool = False,
         first: RunningRequest | None = None,
     ) -> RunningRequest:
-        """Admit a request and start it. Raises InvalidArgument, NotFound, Overloaded, FailedPrecondition.
+        """Admit a request and start it.
 
+        Raises InvalidArgument, NotFound, Overloaded, FailedPrecondition, DeadlineExceeded.
         `n_bytes` is the size of the client's message; a long one is checked off the event loop. Other choices
         have the constraint of the `first`; what `is_checked` is not checked again. A prompt that exceeds the
         context is InvalidArgument even under overload. A caller without a deadline gets the default one.

@@ -81,7 +81,9 @@ class RunningRequest:
 
     def end_at_deadline(self) -> None:
         """Stop the request because its deadline passed."""
-        self.end(self.final_error(errors.DeadlineExceeded("the request's deadline passed")))
+        reason = self.ticket.late_reason if self.ticket is not None else ""
+        passed = "the request's deadline passed" + (f": {reason}" if reason else "")
+        self.end(self.final_error(errors.DeadlineExceeded(passed)))
 
     def final_error(self, error: errors.SlipstreamError) -> errors.SlipstreamError:
         """The error with which the request ends. A job that was held runs again: it had less time."""
