@@ -23,6 +23,7 @@ class FakeTicket:
 
     def __init__(self) -> None:
         self.began = self.preempted = False
+        self.late_reason = ""
         self._admitted = asyncio.Event()
         self._admitted.set()
 
