@@ -135,20 +135,25 @@ class EventStream:
         data = b"" if self.has_events else answer.opening()
         return data + b"".join([answer.delta_event(event.delta) for event in events])
 
-    def encode_end(self, events: Sequence[Event]) -> Iterator[tuple[bytes, bool]]:
+    def encode_end(self, events: Sequence[Event]) -> Iterator[tuple[bytes, int]]:
         """Encode events with the answer's end: one piece, or several that are long.
 
-        Each comes with whether `closing` has begun by its end.
+        Each comes with how many of its bytes are before `closing`, which has begun where that is not all.
         """
         data, answer, finished = self.encode(events[:-1]), self.answer, events[-1].finished
         assert answer is not None
-        for part, is_closing in ((answer.before_closing, False), (answer.closing, True)):
-            for piece in part(finished):
-                if len(data) >= PIECE_BYTES:
-                    yield data, is_closing
-                    data = b""
-                data += piece
-        yield data, True
+        for piece in answer.before_closing(finished):
+            if len(data) >= PIECE_BYTES:
+                yield data, len(data)
+                data = b""
+            data += piece
+        n_before = len(data)
+        for piece in answer.closing(finished):
+            if len(data) >= PIECE_BYTES:
+                yield data, n_before
+                data, n_before = b"", 0
+            data += piece
+        yield data, n_before
 
     async def _send(self, data: bytes, *, is_last: bool = False) -> None:
         if not self.has_begun:

@@ -229,14 +229,22 @@ class GenerationEndpoint:
 
 
 async def _send_end(
-    body: ParsedBody, stream: EventStream, make: Callable[[], Awaitable[tuple[bytes, bool] | None]]
+    body: ParsedBody, stream: EventStream, make: Callable[[], Awaitable[tuple[bytes, int] | None]]
 ) -> None:
-    """Send the pieces of `EventStream.encode_end`, which `make` makes. `before_end` comes amid them."""
+    """Send the pieces of `EventStream.encode_end`, which `make` makes. `before_end` comes amid them.
+
+    Where it fails, the client gets what was made before `closing`: the events of the failure go on after it.
+    """
     piece, may_close = await make(), False
     while piece is not None:
-        data, is_closing = piece
+        data, n_before = piece
         piece = await make()
-        if is_closing and not may_close:
-            await body.before_end()
+        if not may_close and (n_before < len(data) or piece is None):
+            try:
+                await body.before_end()
+            except Exception:
+                if stream.has_begun and n_before:
+                    await stream.send(data[:n_before])
+                raise
             may_close = True
         await stream.send(data, is_last=piece is None)

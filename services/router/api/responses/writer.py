@@ -73,9 +73,9 @@ class ResponsesWriter(AnswerWriter):
             yield from self._step(step, _status(finished))
 
     def closing(self, finished: router_pb2.Finished) -> Iterable[bytes]:
-        """The last event, which repeats the answer."""
+        """The last event, which repeats the answer. `failure` has its number where it is not sent."""
         self.response = self._whole(finished, in_pieces=True)
-        return self._pieces(f"response.{_status(finished)}", {"response": self.response})
+        return self._last_pieces(f"response.{_status(finished)}", self.response)
 
     def failure(self, error: Json) -> Iterable[bytes]:
         """The last event of a stream whose request failed, in pieces. It holds the output so far."""
@@ -83,7 +83,7 @@ class ResponsesWriter(AnswerWriter):
         output = [self._items.whole(block, "incomplete", in_pieces=True) for block in blocks]
         response = self._response("failed", output, None)
         response["error"] = error
-        return self._pieces("response.failed", {"response": response})
+        return self._last_pieces("response.failed", response)
 
     # ---- whole
 
@@ -173,6 +173,9 @@ class ResponsesWriter(AnswerWriter):
 
     def _event(self, name: str, fields: Mapping[str, Any]) -> bytes:
         return b"".join(self._pieces(name, fields))
+
+    def _last_pieces(self, name: str, response: Json) -> Iterable[bytes]:
+        return event_pieces(name, {"sequence_number": self._n_events, "response": response})
 
     def _pieces(self, name: str, fields: Mapping[str, Any]) -> Iterable[bytes]:
         pieces = event_pieces(name, {"sequence_number": self._n_events, **fields})

@@ -177,9 +177,11 @@ def test_the_last_event_of_a_long_response_begins_after_what_must_be_true_before
     stream.answer = writer = ResponsesWriter(STARTED, ResponsesShape("k", {}))
     end = router_pb2.GenerateEvent(finished=router_pb2.Finished())
     pieces = list(stream.encode_end([delta("word " * 100_000), end]))
-    states = [may_close for _, may_close in pieces]
-    assert states == sorted(states) and {False, True} <= set(states)
-    before = b"".join([data for data, may_close in pieces if not may_close])
+    shares = [n_before / len(data) for data, n_before in pieces]
+    assert shares == sorted(shares, reverse=True) and shares[0] == 1.0 and shares[-1] < 1.0
+    before = b"".join([data[:n_before] for data, n_before in pieces])
+    after = b"".join([data[n_before:] for data, n_before in pieces])
+    assert after.startswith(b"event: response.completed")
     assert b"response.output_text.done" in before and b"event: response.completed" not in before
     assert max(len(data) for data, _ in pieces[1:]) < 3 * PIECE_BYTES
     assert writer.response is not None
