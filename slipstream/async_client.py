@@ -28,6 +28,7 @@ from slipstream.requests import (
     ChatArguments,
     GenerateArguments,
     Message,
+    call_timeout_s,
     chat_request,
     detokenize_request,
     prompt_request,
@@ -117,7 +118,7 @@ class AsyncClient:
         *,
         api_key: str | None = None,
         tls: TlsFiles | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
         resume_within_s: float = RESUME_WITHIN_S,
         max_retries: int = MAX_RETRIES,
     ) -> None:
@@ -125,7 +126,7 @@ class AsyncClient:
         check_tls(tls)
         self._endpoints: Endpoints[grpc.aio.Channel] = Endpoints(endpoint, lambda name: dial(name, tls=tls))
         self._api_key = api_key
-        self._timeout_s = timeout_s
+        self._timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
         self._resume_within_s = resume_within_s
         self._max_retries = max_retries
 
@@ -145,7 +146,7 @@ class AsyncClient:
         **arguments: Unpack[ChatArguments],
     ) -> Any:
         """One whole reply to OpenAI-shaped `messages`; with `response_format`, an instance of that type."""
-        if response_format is not None and arguments.get("n", 1) != 1:
+        if response_format is not None and arguments.get("n") not in (None, 1):
             raise InvalidArgument("n", "must be 1 with response_format: Reply.parse reads each choice")
         reply = await _drain(self.stream_chat(messages, response_format=response_format, **arguments))
         return reply if response_format is None else reply.parse(response_format)
@@ -191,7 +192,7 @@ class AsyncClient:
         """Stream the answer of `complete`."""
         return self._generate(prompt_request(prompt, arguments), arguments)
 
-    async def abort(self, request_id: str, *, timeout_s: float = 10.0) -> None:
+    async def abort(self, request_id: str, *, timeout_s: float | None = None) -> None:
         """End a request by its id; returns when it is released. Unknown ids are fine."""
         request = router_pb2.AbortRequest(request_id=request_id)
         stubs = self._endpoints.all(router_pb2_grpc.RouterServiceStub)
@@ -202,11 +203,11 @@ class AsyncClient:
         if serious or len(failures) == len(results):
             raise (serious or failures)[0]
 
-    async def models(self, *, timeout_s: float = 10.0) -> list[str]:
+    async def models(self, *, timeout_s: float | None = None) -> list[str]:
         """Ids of the models served."""
         return [model.id for model in await self.list_models(timeout_s=timeout_s)]
 
-    async def list_models(self, *, timeout_s: float = 10.0) -> list[ServedModel]:
+    async def list_models(self, *, timeout_s: float | None = None) -> list[ServedModel]:
         """The models served, each with the size of its context and its prices."""
         request = router_pb2.ListModelsRequest()
         return served_models(await self._unary("ListModels", request, timeout_s))
@@ -215,11 +216,11 @@ class AsyncClient:
         self, prompt: str | Sequence[Message], **arguments: Unpack[ChatArguments]
     ) -> PromptTokens:
         """See `Client.tokenize`."""
-        request, timeout_s = tokenize_request(prompt, arguments), arguments.get("timeout_s", 10.0)
+        request, timeout_s = tokenize_request(prompt, arguments), arguments.get("timeout_s")
         answer = await self._unary("Tokenize", request, timeout_s)
         return PromptTokens(answer.token_ids, answer.max_context_tokens)
 
-    async def detokenize(self, token_ids: Iterable[int], *, timeout_s: float = 10.0) -> str:
+    async def detokenize(self, token_ids: Iterable[int], *, timeout_s: float | None = None) -> str:
         """The text of tokens, with the names of control tokens."""
         return str((await self._unary("Detokenize", detokenize_request(token_ids), timeout_s)).text)
 
@@ -250,7 +251,7 @@ class AsyncClient:
         to_day: str = "",
         group_by: Sequence[str] = (),
         tenant: str = "",
-        timeout_s: float = 10.0,
+        timeout_s: float | None = None,
     ) -> list[UsageRecord]:
         """The usage of the key's tenant, grouped by day, tenant, key, model or endpoint."""
         request = usage_request(from_day=from_day, to_day=to_day, group_by=group_by, tenant=tenant)
@@ -282,22 +283,22 @@ class AsyncClient:
         return call_metadata(self._api_key, None, {})
 
     def _generate(self, request: router_pb2.GenerateRequest, arguments: GenerateArguments) -> AsyncStream:
-        metadata = call_metadata(self._api_key, arguments.get("session"), arguments.get("headers", {}))
+        metadata = call_metadata(self._api_key, arguments.get("session"), arguments.get("headers") or {})
         resumption, call = begin_generation(
             request,
             metadata,
-            timeout_s=arguments.get("timeout_s", self._timeout_s),
+            timeout_s=call_timeout_s(arguments, self._timeout_s),
             resume_within_s=self._resume_within_s,
             max_retries=self._max_retries,
         )
         return AsyncStream(resumption, self._endpoints, call)
 
-    async def _unary(self, method: str, request: Any, timeout_s: float) -> Any:
+    async def _unary(self, method: str, request: Any, timeout_s: float | None) -> Any:
         """See `Client._unary`."""
         _, stub = self._endpoints.current(router_pb2_grpc.RouterServiceStub)
         return await self._ask(stub, method, request, timeout_s)
 
-    async def _ask(self, stub: Any, method: str, request: Any, timeout_s: float) -> Any:
+    async def _ask(self, stub: Any, method: str, request: Any, timeout_s: float | None) -> Any:
         """See `Client._ask`."""
         call = getattr(stub, method)
         metadata = self._key

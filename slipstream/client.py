@@ -37,6 +37,7 @@ from slipstream.requests import (
     ChatArguments,
     GenerateArguments,
     Message,
+    call_timeout_s,
     chat_request,
     detokenize_request,
     prompt_request,
@@ -156,7 +157,7 @@ class Client:
         *,
         api_key: str | None = None,
         tls: TlsFiles | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
         resume_within_s: float = RESUME_WITHIN_S,
         max_retries: int = MAX_RETRIES,
     ) -> None:
@@ -168,7 +169,7 @@ class Client:
         check_tls(tls)
         self._endpoints: Endpoints[grpc.Channel] = Endpoints(endpoint, lambda name: _dial(name, tls))
         self._api_key = api_key
-        self._timeout_s = timeout_s
+        self._timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
         self._resume_within_s = resume_within_s
         self._max_retries = max_retries
 
@@ -192,7 +193,7 @@ class Client:
         The type is a dataclass, a TypedDict, a pydantic model, or a container of them. Raises AnswerMismatch
         where the answer ended before its form did.
         """
-        if response_format is not None and arguments.get("n", 1) != 1:
+        if response_format is not None and arguments.get("n") not in (None, 1):
             raise InvalidArgument("n", "must be 1 with response_format: Reply.parse reads each choice")
         reply = _drain(self.stream_chat(messages, response_format=response_format, **arguments))
         return reply if response_format is None else reply.parse(response_format)
@@ -243,7 +244,7 @@ class Client:
         """Stream the answer of `complete`."""
         return self._generate(prompt_request(prompt, arguments), arguments)
 
-    def abort(self, request_id: str, *, timeout_s: float = 10.0) -> None:
+    def abort(self, request_id: str, *, timeout_s: float | None = None) -> None:
         """End a request by its id; returns when it is released. Unknown ids are fine."""
         request = router_pb2.AbortRequest(request_id=request_id)
         reached, failure = 0, None
@@ -257,11 +258,11 @@ class Client:
         if failure is not None and not reached:
             raise failure
 
-    def models(self, *, timeout_s: float = 10.0) -> list[str]:
+    def models(self, *, timeout_s: float | None = None) -> list[str]:
         """Ids of the models served."""
         return [model.id for model in self.list_models(timeout_s=timeout_s)]
 
-    def list_models(self, *, timeout_s: float = 10.0) -> list[ServedModel]:
+    def list_models(self, *, timeout_s: float | None = None) -> list[ServedModel]:
         """The models served, each with the size of its context and its prices."""
         request = router_pb2.ListModelsRequest()
         return served_models(self._unary("ListModels", request, timeout_s))
@@ -271,11 +272,11 @@ class Client:
 
         The context does not bound them. Arguments that change no prompt have no effect.
         """
-        request, timeout_s = tokenize_request(prompt, arguments), arguments.get("timeout_s", 10.0)
+        request, timeout_s = tokenize_request(prompt, arguments), arguments.get("timeout_s")
         answer = self._unary("Tokenize", request, timeout_s)
         return PromptTokens(answer.token_ids, answer.max_context_tokens)
 
-    def detokenize(self, token_ids: Iterable[int], *, timeout_s: float = 10.0) -> str:
+    def detokenize(self, token_ids: Iterable[int], *, timeout_s: float | None = None) -> str:
         """The text of tokens, with the names of control tokens."""
         return str(self._unary("Detokenize", detokenize_request(token_ids), timeout_s).text)
 
@@ -306,7 +307,7 @@ class Client:
         to_day: str = "",
         group_by: Sequence[str] = (),
         tenant: str = "",
-        timeout_s: float = 10.0,
+        timeout_s: float | None = None,
     ) -> list[UsageRecord]:
         """The usage of the key's tenant, grouped by day, tenant, key, model or endpoint."""
         request = usage_request(from_day=from_day, to_day=to_day, group_by=group_by, tenant=tenant)
@@ -331,22 +332,22 @@ class Client:
         return call_metadata(self._api_key, None, {})
 
     def _generate(self, request: router_pb2.GenerateRequest, arguments: GenerateArguments) -> Stream:
-        metadata = call_metadata(self._api_key, arguments.get("session"), arguments.get("headers", {}))
+        metadata = call_metadata(self._api_key, arguments.get("session"), arguments.get("headers") or {})
         resumption, call = begin_generation(
             request,
             metadata,
-            timeout_s=arguments.get("timeout_s", self._timeout_s),
+            timeout_s=call_timeout_s(arguments, self._timeout_s),
             resume_within_s=self._resume_within_s,
             max_retries=self._max_retries,
         )
         return Stream(resumption, self._endpoints, call)
 
-    def _unary(self, method: str, request: Any, timeout_s: float) -> Any:
+    def _unary(self, method: str, request: Any, timeout_s: float | None) -> Any:
         """Call the router in use, as `_ask` does."""
         _, stub = self._endpoints.current(router_pb2_grpc.RouterServiceStub)
         return self._ask(stub, method, request, timeout_s)
 
-    def _ask(self, stub: Any, method: str, request: Any, timeout_s: float) -> Any:
+    def _ask(self, stub: Any, method: str, request: Any, timeout_s: float | None) -> Any:
         """Call, and again as `UnaryTries` says. All unary calls are idempotent."""
         call = getattr(stub, method)
         metadata = self._key

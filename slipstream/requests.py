@@ -29,34 +29,35 @@ PARTIAL_FLAGS = ("partial", "prefix")
 
 
 class GenerateArguments(SamplingArguments, total=False):
-    """How to generate. What is left out takes the default; bounds are in docs/bounds.md."""
+    """How to generate. What is left out or None takes the default; bounds are in docs/bounds.md."""
 
-    model: str
-    session: str  # sent as x-session-affinity: later requests of a session find its KV again
-    headers: Mapping[str, str]  # further metadata of the call
-    timeout_s: float
-    request_id: str
-    stop: str | Sequence[str]
-    thinking: bool  # left out: as the model does by default
-    keeps_reasoning: bool  # the reasoning of all earlier answers stays in the prompt
-    metadata: Mapping[str, str]
-    priority: str  # interactive | default | bulk
-    reject_if_busy: bool  # refused with Overloaded at once rather than wait for capacity
+    model: str | None
+    session: str | None  # sent as x-session-affinity: later requests of a session find its KV again
+    headers: Mapping[str, str] | None  # further metadata of the call
+    timeout_s: float | None
+    request_id: str | None
+    stop: str | Sequence[str] | None
+    thinking: bool | None  # left out: as the model does by default
+    keeps_reasoning: bool | None  # the reasoning of all earlier answers stays in the prompt
+    metadata: Mapping[str, str] | None
+    priority: str | None  # interactive | default | bulk
+    reject_if_busy: bool | None  # refused with Overloaded at once rather than wait for capacity
     # The form of the answer: one of json_object (True), json_schema, regex, choice, grammar.
-    output: Mapping[str, Any]
-    n: int  # answers to generate; `Reply.choices` has them
-    echo: bool  # of `complete`: the prompt's text stands first; `max_tokens` 0 answers it alone
+    output: Mapping[str, Any] | None
+    n: int | None  # answers to generate; `Reply.choices` has them
+    echo: bool | None  # of `complete`: the prompt's text stands first; `max_tokens` 0 answers it alone
 
 
 class ChatArguments(GenerateArguments, total=False):
     """The arguments of GenerateArguments, and the tools the model may call, OpenAI-shaped."""
 
-    tools: Sequence[Tool]
-    tool_choice: str | Mapping[str, Any]
-    parallel_tool_calls: bool  # False: the answer ends after its first call
+    tools: Sequence[Tool] | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None  # False: the answer ends after its first call
     # The router stores the answer: `Reply.response_id` continues it. Such an answer moves to no other router.
-    store: bool
-    previous_response_id: str  # a stored answer that goes on, with its whole conversation before `messages`
+    store: bool | None
+    # A stored answer that goes on, with its whole conversation before `messages`.
+    previous_response_id: str | None
 
 
 _SAMPLING = {field.name for field in router_pb2.Sampling.DESCRIPTOR.fields} - {"logit_bias", "stop_token_ids"}
@@ -76,13 +77,19 @@ def chat_request(messages: Sequence[Message], arguments: ChatArguments) -> route
     request.chat.SetInParent()
     for index, message in enumerate(messages):
         request.chat.messages.append(_message(message, f"messages[{index}]"))
-    for index, tool in enumerate(arguments.get("tools", ())):
+    for index, tool in enumerate(arguments.get("tools") or ()):
         request.chat.tools.append(_tool(tool, f"tools[{index}]"))
     if (choice := arguments.get("tool_choice")) is not None:
         request.chat.tool_choice.CopyFrom(_tool_choice(choice))
     rest = {name: value for name, value in arguments.items() if name not in ("tools", "tool_choice")}
     _apply(rest, request)
     return request
+
+
+def call_timeout_s(arguments: GenerateArguments, default_s: float) -> float:
+    """The time-out of a call with these arguments, in seconds."""
+    timeout_s = arguments.get("timeout_s")
+    return default_s if timeout_s is None else timeout_s
 
 
 def with_form(arguments: ChatArguments, response_format: type | None) -> ChatArguments:

@@ -15,23 +15,23 @@ from slipstream.bound import Range
 
 
 class SamplingArguments(TypedDict, total=False):
-    """The arguments that a client may state; those it leaves out take the default."""
+    """The arguments that a client may state; those it leaves out, or that are None, take the default."""
 
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: Mapping[int, float]
-    seed: int
-    max_tokens: int
-    min_tokens: int
-    stop_token_ids: Sequence[int]
-    top_logprobs: int
-    prompt_logprobs: int
-    ignore_eos: bool
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int | None
+    stop_token_ids: Sequence[int] | None
+    top_logprobs: int | None
+    prompt_logprobs: int | None
+    ignore_eos: bool | None
 
 
 @dataclass(frozen=True, slots=True)

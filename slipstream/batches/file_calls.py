@@ -33,7 +33,7 @@ class BlockingFiles:
         self._caller = BlockingCaller(batches_pb2_grpc.BatchServiceStub, endpoints, metadata, max_retries)
 
     def upload(
-        self, content: Content, *, name: str = "", ttl_s: float = 0.0, timeout_s: float = _UPLOAD_S
+        self, content: Content, *, name: str = "", ttl_s: float = 0.0, timeout_s: float | None = None
     ) -> BatchFile:
         """Store the content of a path, of an open binary file, or bytes, read in pieces of 1 MiB.
 
@@ -42,7 +42,9 @@ class BlockingFiles:
         """
         source = UploadSource(content, name=name, ttl_ms=milliseconds("ttl_s", ttl_s))
         try:
-            return batch_file(self._caller.send("UploadFile", source.messages, timeout_s=timeout_s).file)
+            return batch_file(
+                self._caller.send("UploadFile", source.messages, timeout_s=_upload_s(timeout_s)).file
+            )
         except SlipstreamError:
             source.check()
             raise
@@ -88,13 +90,13 @@ class AsyncFiles:
         self._caller = AsyncCaller(batches_pb2_grpc.BatchServiceStub, endpoints, metadata, max_retries)
 
     async def upload(
-        self, content: Content, *, name: str = "", ttl_s: float = 0.0, timeout_s: float = _UPLOAD_S
+        self, content: Content, *, name: str = "", ttl_s: float = 0.0, timeout_s: float | None = None
     ) -> BatchFile:
         """See `BlockingFiles.upload`."""
         ttl_ms = milliseconds("ttl_s", ttl_s)
         source = await asyncio.to_thread(UploadSource, content, name=name, ttl_ms=ttl_ms)
         try:
-            answer = await self._caller.send("UploadFile", source.messages, timeout_s=timeout_s)
+            answer = await self._caller.send("UploadFile", source.messages, timeout_s=_upload_s(timeout_s))
             return batch_file(answer.file)
         except SlipstreamError:
             source.check()
@@ -142,3 +144,7 @@ def _list_request(purpose: str, oldest_first: bool) -> batches_pb2.ListFilesRequ
     return batches_pb2.ListFilesRequest(
         purpose=purpose_value(purpose), limit=_PAGE, oldest_first=oldest_first
     )
+
+
+def _upload_s(timeout_s: float | None) -> float:
+    return _UPLOAD_S if timeout_s is None else timeout_s

@@ -16,6 +16,7 @@ from slipstream.rpc.rpc_errors import from_rpc_error, status_of
 PAUSE_S = 0.5
 # The pause before a call of RouterService is repeated that no router received.
 UNARY_PAUSE_S = 0.1
+UNARY_TIMEOUT_S = 10.0
 # How long a call or a follower looks for a router that answers.
 LOST_S = 30.0
 # The time-out of a try. Of streams, which have none: for how long they are made again after refusals.
@@ -79,8 +80,9 @@ class Losses:
 class UnaryTries:
     """The tries of one call of RouterService, which is idempotent, within its time-out."""
 
-    def __init__(self, max_retries: int, timeout_s: float) -> None:
-        self._until_s = time.monotonic() + timeout_s
+    def __init__(self, max_retries: int, timeout_s: float | None) -> None:
+        """`timeout_s` None: UNARY_TIMEOUT_S."""
+        self._until_s = time.monotonic() + (UNARY_TIMEOUT_S if timeout_s is None else timeout_s)
         self._refusals = Refusals(max_retries)
         self._is_repeated = False
 

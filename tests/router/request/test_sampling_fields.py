@@ -67,6 +67,6 @@ def test_protos_sdk_and_docs_have_the_field(name: str) -> None:
         == row.whole
         == (row.field == name and row.whole)
     )
-    assert get_type_hints(GenerateArguments)[name] is (int if row.whole else float)
+    assert get_type_hints(GenerateArguments)[name] == (int if row.whole else float) | None
     assert BOUNDS[name.upper()] is row
     assert f"| `{name}` | {row.words} |" in render_markdown()
