@@ -101,7 +101,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
         where = _find_surrogate(parsed)
     except json.JSONDecodeError as error:
         at = f"line {error.lineno} column {error.colno}"
-        raise bounds.BODY_JSON.refused(reason=error.msg[:1].lower() + error.msg[1:], at=at) from error
+        reason = error.msg[:1].lower() + error.msg[1:].removesuffix(" at")
+        raise bounds.BODY_JSON.refused(reason=reason, at=at) from error
     except RecursionError as error:
         raise bounds.BODY_JSON.refused(reason="nested too deep", at="its beginning") from error
     except ValueError as error:  # a number of more digits than int() reads

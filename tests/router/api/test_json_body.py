@@ -153,3 +153,17 @@ def test_anything_but_one_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidArgument) as refused:
         decode(body)
     assert refused.value.field == "body"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"name": "a\nb"}', "is not JSON: invalid control character at line 1 column 12"),
+        ('{"name": "a', "is not JSON: unterminated string starting at line 1 column 10"),
+        ('{"name" 1}', "is not JSON: expecting ':' delimiter at line 1 column 9"),
+    ],
+)
+def test_a_text_that_is_no_json_is_refused_at_its_place(text: str, words: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        decode(text)
+    assert refused.value.reason == words
