@@ -17,6 +17,7 @@ from libs.common.http.guard import ANY, HttpGuard
 from services.router.admission.tenant_shares import ReceiveSlots, TextShares
 from services.router.api.access_log import AccessLog
 from services.router.api.answers.answer_format import AnswerFormat
+from services.router.api.anthropic import errors as anthropic_errors
 from services.router.api.anthropic import models as anthropic
 from services.router.api.api_keys import ApiKeys
 from services.router.api.description.docs_page import PAGE_HEADERS, docs_html
@@ -37,6 +38,8 @@ from services.router.workers.fleet import RouterFleet
 from slipstream import __version__, bounds, errors
 from slipstream.bound import shown
 from slipstream.rpc.tls import TlsFiles
+
+_MODELS = "/v1/models"
 
 
 class HttpServer:
@@ -88,6 +91,7 @@ class HttpServer:
             self._access_log,
             is_draining=lambda: self._manager.draining,
             error_shapes={start: shape for f in self._families for start, shape in f.error_shapes().items()},
+            anthropic_shapes={_MODELS: anthropic_errors.error_shape},
             metering=self._manager.context.metering,
         )
         application = web.Application(middlewares=[middleware.serve], client_max_size=bounds.MAX_BODY_BYTES)
@@ -111,8 +115,8 @@ class HttpServer:
             web.post("/detokenize", self._tokens.detokenize),
             web.get("/tokenizer_info", self._tokens.info),
             web.get("/v1/usage", self._usage.show),
-            web.get("/v1/models", self.models),
-            web.get("/v1/models/{name:.*}", self._model),
+            web.get(_MODELS, self.models),
+            web.get(_MODELS + "/{name:.*}", self._model),
             web.get("/healthz/ready", self._ready),
             web.get("/healthz/live", self._live),
             web.get("/health", self._ready),

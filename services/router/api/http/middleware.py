@@ -21,6 +21,7 @@ from slipstream.bound import shown
 
 # The request's line in the access log. Handlers fill it.
 RECORD = web.RequestKey("record", AccessRecord)
+_ANTHROPIC_HEADER = "anthropic-version"  # of the clients of its API
 _CLIENT_GONE = str(errors.Aborted.http_status)  # for the log alone
 # Successful probes come every few seconds, and are left out of the access log.
 _UNLOGGED = ("/healthz/ready", "/healthz/live", "/health", "/ping")
@@ -32,7 +33,8 @@ class RequestMiddleware:
     """A middleware of aiohttp, and what completes the headers of each response.
 
     `error_shapes` has the error shape of the routes that begin so, the first one that fits; others fail in
-    OpenAI's. A path without a route counts as itself.
+    OpenAI's. `anthropic_shapes` comes first for clients that send `anthropic-version`, of routes that others
+    have, too. A path without a route counts as itself.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class RequestMiddleware:
         *,
         is_draining: Callable[[], bool] = lambda: False,
         error_shapes: Mapping[str, ErrorShape] | None = None,
+        anthropic_shapes: Mapping[str, ErrorShape] | None = None,
         metering: Metering | None = None,
     ) -> None:
         self._metering = metering
@@ -49,6 +52,7 @@ class RequestMiddleware:
         self._access_log = access_log
         self._is_draining = is_draining
         self._error_shapes = error_shapes or {}
+        self._anthropic_shapes = anthropic_shapes or {}
 
     @web.middleware
     async def serve(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -84,7 +88,7 @@ class RequestMiddleware:
         headers = response.headers
         headers["Server"] = SERVER_NAME
         record = request.get(RECORD)
-        is_anthropic = "anthropic-version" in request.headers
+        is_anthropic = _ANTHROPIC_HEADER in request.headers
         if self._metering is not None and record is not None and record.key_sha256 is not None:
             headers.update(
                 self._metering.limit_headers(record.tenant, record.key_sha256, is_anthropic=is_anthropic)
@@ -100,7 +104,10 @@ class RequestMiddleware:
 
     def _error_shape(self, request: web.Request, route: str) -> ErrorShape:
         path = request.path if route == "-" else route
-        for prefix, shape in self._error_shapes.items():
+        shapes = self._error_shapes
+        if _ANTHROPIC_HEADER in request.headers:
+            shapes = {**self._anthropic_shapes, **shapes}
+        for prefix, shape in shapes.items():
             if path.startswith(prefix):
                 return shape
         return HttpFailure.openai_body

@@ -263,6 +263,31 @@ async def test_models_in_the_form_that_the_client_knows(http: aiohttp.ClientSess
         assert (await answer.json())["object"] == "list"
 
 
+@pytest.mark.parametrize(
+    ("path", "key", "status", "kind"),
+    [
+        ("/v1/models/none", "alice", 404, "not_found_error"),
+        ("/v1/models/none", "wrong", 401, "authentication_error"),
+        ("/v1/models", "wrong", 401, "authentication_error"),
+    ],
+)
+async def test_errors_of_models_in_the_form_that_the_client_knows(
+    cluster: FakeCluster, card: ModelCard, path: str, key: str, status: int, kind: str
+) -> None:
+    async with (
+        open_router(cluster, card, keys=tenant_keys({"alice": "alice"})) as router,
+        aiohttp.ClientSession(f"http://{router.http_endpoint}", headers={"x-api-key": key}) as http,
+    ):
+        async with http.get(path, headers={"anthropic-version": "2023-06-01"}) as answer:
+            said = await answer.json()
+            assert (answer.status, said["type"], said["error"]["type"]) == (status, "error", kind)
+            assert "request-id" in answer.headers
+        async with http.get(path) as answer:
+            plain = await answer.json()
+            assert answer.status == status and plain.keys() == {"error"}
+            assert plain["error"]["message"] == said["error"]["message"]
+
+
 async def test_a_client_that_leaves_ends_the_request(
     http: aiohttp.ClientSession, server: RouterServer, cluster: FakeCluster
 ) -> None:
