@@ -24,6 +24,7 @@ LimitedSubject: TypeAlias = tuple[str, RateLimits]
 LeasePlace: TypeAlias = tuple[str, LimitKind]
 
 _SPEND = (LimitKind.SPEND_DAY, LimitKind.SPEND_MONTH)
+_GENERATED = (LimitKind.TOKENS, *_SPEND)
 _UNITS: Mapping[LimitKind, str] = {
     LimitKind.REQUESTS: "requests a minute",
     LimitKind.TOKENS: "tokens a minute",
@@ -58,12 +59,16 @@ class HeldLease:
 
 @dataclass(frozen=True, slots=True)
 class LimitedUse:
-    """Amounts of one request: estimates until it ends. `n_requests` 0: a further choice of a request."""
+    """Amounts of one request: estimates until it ends. `n_requests` 0: a further choice of a request.
+
+    What runs no model takes no tokens and no spend, whose limits do not refuse it.
+    """
 
     n_requests: int
     prompt_tokens: int
     output_tokens: int
     spend_pico: int
+    runs_model: bool = True
 
     def amount(self, kind: LimitKind) -> int:
         """The amount that counts for a kind of limit."""
@@ -130,7 +135,7 @@ class Limiter:
         leases = [self._current(*place) for place in places]
         for (subject, kind, _), held in zip(places, leases, strict=True):
             held.lease.ask(use.amount(kind))
-            if use.n_requests:
+            if use.n_requests and (use.runs_model or kind not in _GENERATED):
                 self._check(subject, kind, held, use)
         for (_, kind, _), held in zip(places, leases, strict=True):
             held.lease.use(use.amount(kind))

@@ -118,7 +118,7 @@ class Metering:
     @contextlib.contextmanager
     def call(self, caller: Caller) -> Iterator[None]:
         """A call that runs no model: it counts as a request, whatever comes of it. Raises as `begin`."""
-        held = self._limiter.admit(caller.tenant, caller.key_sha256, LimitedUse(1, 0, 0, 0))
+        held = self._limiter.admit(caller.tenant, caller.key_sha256, LimitedUse(1, 0, 0, 0, runs_model=False))
         try:
             yield
         finally:
