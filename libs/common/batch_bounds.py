@@ -92,7 +92,15 @@ RUNS_AT_ONCE = _runs.add(Size("requests", 1, 64, "requests without queueRequest"
 RUN_REFERENCE = _runs.add(Size("external_reference", 0, 500, "characters", "It is echoed.", "HTTP"))
 
 SECTIONS = (_files, _runs)
+# Of the disk of a SQLite database, and of its free pages. A deletion writes to the log first.
+SPARE_DISK_BYTES = 64 << 20
+
 ROWS: tuple[tuple[str, str, str], ...] = (
+    (
+        "Room of SQLite's disk, or an eighth of a small disk, that no new file, batch, job or response takes",
+        f"{SPARE_DISK_BYTES} bytes",
+        "507; deletions and the ends of jobs go on",
+    ),
     (
         "Uploads that arrive together: of all tenants / of one",
         f"{MAX_UPLOADS[0]} / {MAX_UPLOADS[1]}",

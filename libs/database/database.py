@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from libs.database.schema import Schema
@@ -64,15 +64,20 @@ class Database:
         timeout_s: float = TRANSACTION_TIMEOUT_S,
         is_idempotent: bool = False,
         tenant: str = "",
+        adds_content: bool = False,
     ) -> T:
         """Run `work` in one transaction and return its value after the commit; what it raises undoes it.
 
         `work` runs in a thread, and again where the database was locked or lost: it changes nothing but the
         database. With `is_idempotent` it also runs again where a commit may have happened. Tenants take
-        turns, so what one of them causes names it. Raises DatabaseUnavailable, DatabaseFull, DatabaseDamaged,
+        turns, so what one of them causes names it. What `adds_content` leaves the last room of a disk to
+        deletions. Raises DatabaseUnavailable, DatabaseFull, DatabaseDamaged,
         Overloaded, and Internal for a refused statement.
         """
-        return await self._submit(self._writes, work, timeout_s, is_idempotent, tenant)
+        until_s = time.monotonic() + timeout_s
+        item = DatabaseWork(work, until_s, is_idempotent, tenant, adds_content)
+        result: T = await self._submit(self._writes, item)
+        return result
 
     async def read(
         self,
@@ -82,7 +87,9 @@ class Database:
         tenant: str = "",
     ) -> T:
         """Run `work` in a transaction that changes nothing, and that never waits for a writer."""
-        return await self._submit(self._reads, work, timeout_s, True, tenant)
+        item = DatabaseWork(work, time.monotonic() + timeout_s, is_idempotent=True, tenant=tenant)
+        result: T = await self._submit(self._reads, item)
+        return result
 
     async def close(self) -> None:
         """Run what waits, then end the threads."""
@@ -91,20 +98,11 @@ class Database:
         self._reads.close()
         await asyncio.gather(*[asyncio.to_thread(thread.join) for thread in self._threads])
 
-    async def _submit(
-        self,
-        queue: WorkQueue,
-        run: Callable[[SqlTransaction], T],
-        timeout_s: float,
-        is_idempotent: bool,
-        tenant: str,
-    ) -> T:
+    async def _submit(self, queue: WorkQueue, work: DatabaseWork) -> Any:
         if not self._threads and not self._is_closed:
             self._start()
-        work = DatabaseWork(run, time.monotonic() + timeout_s, is_idempotent, tenant)
         queue.put(work)
-        result: T = await asyncio.wrap_future(work.future)
-        return result
+        return await asyncio.wrap_future(work.future)
 
     def _start(self) -> None:
         for queue, count in ((self._writes, self._driver.writers), (self._reads, 1)):

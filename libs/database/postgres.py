@@ -101,6 +101,10 @@ class PostgresConnection:
             if self.in_transaction:
                 self._raw.execute("ROLLBACK")
 
+    def is_nearly_full(self) -> bool:
+        """Return False: the disk is the server's."""
+        return False
+
     @property
     def in_transaction(self) -> bool:
         """Whether a transaction is open, a failed one included."""

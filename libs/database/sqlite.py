@@ -8,8 +8,9 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from libs.common.batch_bounds import SPARE_DISK_BYTES
 from libs.database.errors import DatabaseFault
 from libs.database.transaction import SqlValue
 
@@ -33,6 +34,10 @@ _FAULTS = {
 }
 
 
+# The free bytes of a path's disk, and all of them.
+DiskRoom: TypeAlias = Callable[[Path], tuple[int, int]]
+
+
 class FileMoved(sqlite3.OperationalError):
     """The path names another file than the one that this process opened first, or none."""
 
@@ -48,8 +53,9 @@ class SqliteDriver:
     group_size = 64
     errors: type[Exception] = sqlite3.Error
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, disk_room: DiskRoom | None = None) -> None:
         self._path = path
+        self._disk_room = disk_room or room_of_disk
         self._opened: tuple[int, int] | None = None  # device and inode
         self._is_moved = False
 
@@ -60,7 +66,9 @@ class SqliteDriver:
                 os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         else:
             self.check_file()
-        connection = SqliteConnection(self._path, is_read_only=is_read_only, check_file=self.check_file)
+        connection = SqliteConnection(
+            self._path, is_read_only=is_read_only, check_file=self.check_file, disk_room=self._disk_room
+        )
         if self._opened is None:
             self._opened = _file_at(self._path)
         return connection
@@ -80,6 +88,12 @@ class SqliteDriver:
             return DatabaseFault.MOVED
         code = getattr(error, "sqlite_errorcode", 0)
         return _FAULTS.get(code) or _FAULTS.get(code & 0xFF, DatabaseFault.DEFECT)
+
+
+def room_of_disk(path: Path) -> tuple[int, int]:
+    """The free bytes of the path's disk, and all of them."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
 
 def _file_at(path: Path) -> tuple[int, int] | None:
@@ -102,9 +116,16 @@ class SqliteConnection:
     for_update = ""
 
     def __init__(
-        self, path: Path, *, is_read_only: bool, check_file: Callable[[], None] = lambda: None
+        self,
+        path: Path,
+        *,
+        is_read_only: bool,
+        check_file: Callable[[], None] = lambda: None,
+        disk_room: DiskRoom | None = None,
     ) -> None:
+        self._path = path
         self._check_file = check_file
+        self._disk_room = disk_room or room_of_disk
         self._begin = "BEGIN" if is_read_only else "BEGIN IMMEDIATE"
         self._raw = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
         try:
@@ -135,6 +156,18 @@ class SqliteConnection:
         with contextlib.suppress(sqlite3.Error):
             if self._raw.in_transaction:
                 self._raw.execute("ROLLBACK")
+
+    def is_nearly_full(self) -> bool:
+        """See SqlConnection. Free pages of the file count as room: it never shrinks."""
+        free_bytes, disk_bytes = self._disk_room(self._path)
+        spare_bytes = min(SPARE_DISK_BYTES, disk_bytes // 8)
+        if free_bytes >= spare_bytes:
+            return False
+        [(free_pages,)], [(page_bytes,)] = (
+            self.execute("PRAGMA freelist_count"),
+            self.execute("PRAGMA page_size"),
+        )
+        return bool(free_bytes + free_pages * page_bytes < spare_bytes)
 
     @property
     def in_transaction(self) -> bool:

@@ -79,7 +79,7 @@ class DatabaseThread:
         """Run the work; an exception leaves nothing of it. Raises what the driver raises, too."""
         connection.execute("SAVEPOINT work")
         try:
-            result = work.run(connection)
+            result = _run(work, connection)
         except self._driver.errors:
             raise
         except BaseException as error:
@@ -105,7 +105,7 @@ class DatabaseThread:
             try:
                 connection = self._connect()
                 connection.begin()
-                result = work.run(connection)
+                result = _run(work, connection)
                 self._commit(connection)
             except self._driver.errors as error:
                 pause_s = backoff.pause_s(random.random())
@@ -200,6 +200,13 @@ class DatabaseThread:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _run(work: DatabaseWork, connection: SqlConnection) -> Any:
+    """Run the work in the open transaction. Raises DatabaseFull where it would take the last room."""
+    if work.adds_content and connection.is_nearly_full():
+        raise fault_error(DatabaseFault.FULL)
+    return work.run(connection)
 
 
 def _resolve(work: DatabaseWork, result: Any) -> None:

@@ -42,6 +42,9 @@ class SqlConnection(SqlTransaction, Protocol):
     def rollback(self) -> None:
         """Undo it. Never raises; does nothing where no transaction is open."""
 
+    def is_nearly_full(self) -> bool:
+        """Whether what is left of the disk is for transactions that add no content. Amid a transaction."""
+
     @property
     def in_transaction(self) -> bool:
         """Whether a transaction is open."""

@@ -15,12 +15,16 @@ from slipstream.errors import Overloaded
 
 @dataclass(eq=False, slots=True)
 class DatabaseWork:
-    """One transaction to run. `deadline_s` is of the monotonic clock; `tenant` "": of no tenant."""
+    """One transaction to run. `deadline_s` is of the monotonic clock; `tenant` "": of no tenant.
+
+    `adds_content`: it is refused where the disk is nearly full.
+    """
 
     run: Callable[[SqlTransaction], Any]
     deadline_s: float
     is_idempotent: bool = False
     tenant: str = ""
+    adds_content: bool = False
     future: Future[Any] = field(default_factory=Future)
 
     def begin(self) -> bool:

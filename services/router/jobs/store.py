@@ -87,7 +87,7 @@ class JobStore:
             beside(tx)
             return self._insert(tx, tenant, requests, rows)
 
-        return await self._database.run(insert, is_idempotent=True, tenant=tenant)
+        return await self._database.run(insert, is_idempotent=True, tenant=tenant, adds_content=True)
 
     def _new_ids(self, count: int, now_s: float) -> list[str]:
         """Ids in the order of submission. Those of several routers are in the order of their clocks."""

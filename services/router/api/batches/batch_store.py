@@ -90,7 +90,7 @@ class BatchStore:
                 (batch.id, tenant, batch.state.value, batch.input_file, _encode(batch)),
             )
 
-        await self._database.run(insert, is_idempotent=True, tenant=tenant)
+        await self._database.run(insert, is_idempotent=True, tenant=tenant, adds_content=True)
         return batch
 
     async def get(self, tenant: str, batch_id: str) -> RequestBatch:

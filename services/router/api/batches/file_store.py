@@ -57,7 +57,9 @@ class FileStore:
 
         writer = FileWriter(self._database, new, file_id, created_unix_s=now_s)
         try:
-            await self._database.run(insert, is_idempotent=True, tenant=new.tenant)
+            await self._database.run(
+                insert, is_idempotent=True, tenant=new.tenant, adds_content=new.is_bounded
+            )
         except asyncio.CancelledError:
             if new.is_bounded:  # the transaction may have made the row, and no caller has its id
                 await writer.abandon()
@@ -228,7 +230,9 @@ class FileWriter:
             )
             tx.execute("UPDATE files SET n_bytes = ? WHERE id = ?", (n_bytes, self.id))
 
-        await self._database.run(insert, is_idempotent=True, tenant=self._new.tenant)
+        await self._database.run(
+            insert, is_idempotent=True, tenant=self._new.tenant, adds_content=self._new.is_bounded
+        )
         self._position += 1
 
 

@@ -113,7 +113,7 @@ class ResponseStore:
         """Store a response. Returns when it is durable."""
         async with self.slot(tenant):
             insert = await self.insertion(tenant, response)
-            await self._database.run(insert, is_idempotent=True, tenant=tenant)
+            await self._database.run(insert, is_idempotent=True, tenant=tenant, adds_content=True)
 
     def slot(self, tenant: str) -> AbstractAsyncContextManager[None]:
         """Read or write inside. A tenant with many responses delays others by a few of them."""
