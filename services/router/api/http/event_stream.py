@@ -54,6 +54,9 @@ class EventStream:
             self.response.force_close()  # without chunks, only the end of the connection ends the body
         self.answer: AnswerWriter | None = None
         self.has_events = False
+        # A writer encodes each event once. What is too long to be written directly waits for the next events.
+        self._held = b""
+        self._opening: bytes | None = None
         self._request = request
         self._headers = headers
         self._write_stall_s = write_stall_s
@@ -67,14 +70,17 @@ class EventStream:
 
     def try_write(self, events: Sequence[Event]) -> bool:
         """See `DirectWriter`. The handler writes the end itself, because it must return then."""
-        if not self._is_writable:
+        if not self._is_writable or self._held:
             return False
         if not events[-1].HasField("delta") or events[-1].delta.prompt_logprobs:
             return False  # rows of a prompt are long, and offsets count each of them once
-        data = self.encode(events)
-        if len(data) > _NEVER_WAITS_BYTES:
+        if not self.has_events and len(self._opened()) > _NEVER_WAITS_BYTES:
             return False
+        data = self.encode(events)
         self.has_events = True
+        if len(data) > _NEVER_WAITS_BYTES:
+            self._held = data
+            return True
         _run_without_waiting(self.response.write(data) if self.has_begun else self._send(data))
         return True
 
@@ -121,7 +127,7 @@ class EventStream:
     async def fail(self, pieces: Iterable[bytes]) -> None:
         """End a stream that has begun with the events of its failure."""
         self.stop_comments()  # one amid the pieces of an event would cut it in two
-        data = b""
+        data, self._held = self._held, b""
         for piece in pieces:
             if data:
                 await self._send_and_drain(data, is_last=False)
@@ -132,8 +138,17 @@ class EventStream:
         """The events as the client reads them; before the first ones, what opens the answer."""
         answer = self.answer
         assert answer is not None
-        data = b"" if self.has_events else answer.opening()
+        data, self._held = self._held, b""
+        if not self.has_events:
+            data, self._opening = self._opened(), None
         return data + b"".join([answer.delta_event(event.delta) for event in events])
+
+    def _opened(self) -> bytes:
+        """What opens the answer, made once."""
+        if self._opening is None:
+            assert self.answer is not None
+            self._opening = self.answer.opening()
+        return self._opening
 
     def encode_end(self, events: Sequence[Event]) -> Iterator[tuple[bytes, int]]:
         """Encode events with the answer's end: one piece, or several that are long.

@@ -20,7 +20,7 @@ from slipstream import errors
 from slipstream.v1 import router_pb2
 from tests.router.api.http.test_robustness import HELLO, connect
 from tests.router.conftest import eventually
-from tests.router.support.answer_events import STARTED
+from tests.router.support.answer_events import STARTED, sse_objects
 from tests.router.support.fake_cluster import FakeCluster
 
 BODY = json.dumps({"messages": HELLO, "stream": True, "max_tokens": 4}).encode()
@@ -114,7 +114,6 @@ async def test_a_direct_write_needs_an_empty_buffer_and_a_small_delta() -> None:
     written = client.write.call_args.args[0]
     assert b'"content":"b"' in written and written.endswith(b"\r\n")
     calls = client.write.call_count
-    assert not stream.try_write([delta("x" * (64 << 10))])
     assert not stream.try_write([delta("c"), router_pb2.GenerateEvent(finished=router_pb2.Finished())])
     client.get_write_buffer_size.return_value = 1
     assert not stream.try_write([delta("d")])
@@ -123,6 +122,37 @@ async def test_a_direct_write_needs_an_empty_buffer_and_a_small_delta() -> None:
     with pytest.raises(ConnectionResetError):
         await stream.send(stream.encode([delta("e")]))
     assert client.write.call_count == calls
+
+
+@pytest.mark.parametrize("n_echoed", [10, 64 << 10])
+async def test_each_event_is_encoded_once_whatever_its_length(n_echoed: int) -> None:
+    """A long opening is left to the handler; a long delta is sent with the next events."""
+    stream, client = await open_stream()
+    stream.answer = ResponsesWriter(STARTED, ResponsesShape("k", {"instructions": "x" * n_echoed}))
+    texts, queued = ["a", "b" * (64 << 10), "c", "d"], list[router_pb2.GenerateEvent]()
+    for text in texts:
+        if queued or not stream.try_write([delta(text)]):
+            queued.append(delta(text))
+        if len(queued) == 1:
+            await stream.send(stream.encode(queued))
+            queued = []
+    await stream.send(stream.encode(queued))
+    await stream.fail(stream.answer.failure({"code": "server_error", "message": "no"}))
+    reader = asyncio.StreamReader()
+    reader.feed_data(sent_to(client).partition(b"\r\n\r\n")[2])
+    events = sse_objects(await chunks_of(reader))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    shown = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+    assert "".join(shown) == "".join(texts)
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "".join(texts)
+
+
+async def test_a_held_delta_comes_before_a_failure() -> None:
+    stream, client = await open_stream()
+    assert stream.try_write([delta("a")]) and stream.try_write([delta("b" * (64 << 10))])
+    await stream.fail([b"data: {}\n\n"])
+    sent = sent_to(client)
+    assert 0 < sent.index(b"bbbb") < sent.index(b"data: {}")
 
 
 async def test_the_first_write_sends_headers_and_the_opening_event() -> None:
