@@ -23,12 +23,21 @@ class StepStats:
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._progress: dict[str, _SequenceProgress] = {}
-        self.prefill_tokens_per_s = 0.0
+        # Of recent steps with prompt tokens: those of a step, and its time.
+        self._step_prefill_tokens = self._step_prefill_ms = 0.0
         self.decode_step_ms = 0.0
         # Of all steps so far.
         self.busy_ms = 0.0
         self.prefilled_tokens = 0
         self.generated_tokens = 0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """The prompt tokens of recent steps by their time; 0 if no prompt was computed yet.
+
+        A step of a short prompt counts by its time: its rate says little about a long one.
+        """
+        return self._step_prefill_tokens / self._step_prefill_ms * 1e3 if self._step_prefill_ms else 0.0
 
     def block_ms(self, block_tokens: int) -> float:
         """The time to compute one block of a prompt; 0 if no prompt was computed yet."""
@@ -69,8 +78,8 @@ class StepStats:
         self.prefilled_tokens += prefilled
         if prefilled:
             self._counters.add("slipstream_prefill_tokens_total", prefilled)
-            rate = prefilled / max(step_ms, 1e-3) * 1e3
-            self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, rate)
+            self._step_prefill_tokens = _mean(self._step_prefill_tokens, prefilled)
+            self._step_prefill_ms = _mean(self._step_prefill_ms, max(step_ms, 1e-3))
         if shared:
             self._counters.add("slipstream_prefill_tokens_shared_total", shared)
         if decoded:

@@ -36,6 +36,15 @@ def test_prefill_and_decode_are_counted_separately() -> None:
     assert counters.snapshot()["slipstream_decode_step_seconds_count"] == 2
 
 
+def test_short_prompts_hardly_lower_the_rate_of_prefill() -> None:
+    stats = StepStats(Counters())
+    for number in range(100):
+        n_tokens, step_ms = (10, 5.0) if number % 2 else (1000, 100.0)
+        stats.open(f"p{number}", computed_tokens=0, prefilling=True)
+        stats.record([StepOutput(f"p{number}", (1,), n_tokens)], step_ms)
+    assert 9_000 < stats.prefill_tokens_per_s < 10_000  # the mean of their rates is 6,000
+
+
 def test_the_wait_for_drafts_counts_for_steps_that_decode() -> None:
     counters = Counters()
     stats = StepStats(counters)
