@@ -7,15 +7,14 @@ before a tool call are free: such a state costs no mask. The grammar holds the r
 from __future__ import annotations
 
 import enum
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from libs.structured.answer_closer import AnswerCloser
+from libs.structured.answer_closer import AnswerCloser, AnswerEnd, unplanned
 from libs.structured.grammar_cache import first_lines
 from libs.structured.key_guard import KeyGuard
 from libs.structured.stated_keys import stated_keys
@@ -52,7 +51,7 @@ class GrammarConstraint:
     ) -> None:
         """`closer`: ends the answer within `max_tokens`, as far as its grammar allows; None: it may be cut.
 
-        `on_failure` is called when the matcher fails, of its grammar or of its limits.
+        A tool call may be cut in any case: half a command must not look like a whole one. `on_failure` is called when the matcher fails, of its grammar or of its limits.
         """
         self.filler = filler
         self._on_failure = on_failure
@@ -70,19 +69,21 @@ class GrammarConstraint:
         # Reasoning that an answer must follow ends with </think>, and by no other way.
         others = (*sorted(vocabulary.end_ids), *self._call_begins)
         self._banned_reasoning = () if rules.awaits_calls else others
-        self._closer = closer
-        self._end = closer.begin(matcher, max_tokens + len(rules.forced)) if closer is not None else None
+        self.is_closing = False  # a token of the model has been replaced for the limit of tokens
+        self._closer = None if rules.awaits_calls else closer
+        self._end = self._begun(max_tokens + len(rules.forced))
+        self._foreseen: list[tuple[int, AnswerEnd]] = []  # the next tokens, each with the end after it
+        self._n_taken, self._replaced_at = 0, -1
         self.advance(rules.forced)
-
-    @property
-    def is_closing(self) -> bool:
-        """Whether the answer ends as it does for its limit of tokens."""
-        return self._end is not None and self._end.way is not None
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take tokens of the answer. A token that the grammar forbids sets `failure`."""
         for token in tokens:
+            before = self.phase
             self._consume(token)
+            self._end = self._end_after(token, before)
+            self.is_closing |= self._n_taken == self._replaced_at
+            self._n_taken += 1
 
     def count_allowed(self, drafts: Sequence[int]) -> int:
         """How many leading drafts the grammar allows. A token that ends the answer counts as forbidden."""
@@ -96,10 +97,28 @@ class GrammarConstraint:
             if token in self._banned():
                 return j
             if self._next_phase(token) is Phase.CONSTRAINED:
+                if self._end is not None:  # the end is planned with the first token of the form
+                    return j
                 first = [token] if token in self._call_begins else []
-                rest = [*first, *drafts[j + 1 : n]]
-                return j + 1 - len(first) + self._count_constrained(rest, j + 1 - len(first))
+                return j + 1 - len(first) + self._count_constrained([*first, *drafts[j + 1 : n]])
         return n
+
+    def settle(self, drafts: Sequence[int], token: int) -> Collection[int]:
+        """What may come after `drafts` in place of a token of the model; empty: that token may.
+
+        It may not where the answer could not end within its limit after it. The drafts are some that
+        `count_allowed` counted.
+        """
+        if not self._has_way() or token in self._vocabulary.end_ids or token in self._call_begins:
+            return ()
+        foreseen = self._foresee([*drafts, token])
+        if len(foreseen) != len(drafts):
+            return ()
+        end = foreseen[-1][1] if foreseen else self._end
+        if end is None or end.way is None:
+            return ()
+        self._replaced_at = self._n_taken + len(drafts)
+        return end.way.tokens[:1] or self._vocabulary.end_ids
 
     def needs_mask(self, drafts: Sequence[int]) -> bool:
         """Whether the grammar holds the next token or one after a draft; free text has no masks."""
@@ -110,7 +129,6 @@ class GrammarConstraint:
     def fill(self, drafts: Sequence[int], masks: MaskRows) -> list[Banned]:
         """Write the masks of the next token and of the one after each draft; the state does not change."""
         phase, failure, n_taken = self.phase, self.failure, 0
-        end = self._end
         place = self.guard.place if self.guard is not None else None
         banned: list[Banned] = [self._fill_row(masks[0])]
         for row, draft in enumerate(drafts, start=1):
@@ -119,7 +137,6 @@ class GrammarConstraint:
         if n_taken:
             self.matcher.rollback(n_taken)
         self.phase, self.failure = phase, failure or self.failure
-        self._end = end
         if self.guard is not None and place is not None:
             self.guard.place = place
         return banned
@@ -131,9 +148,6 @@ class GrammarConstraint:
             self._on_failure()
 
     def _fill_row(self, row: npt.NDArray[np.int32]) -> Banned:
-        if self._end is not None and self._end.way is not None and self.phase is Phase.CONSTRAINED:
-            _allow_only(row, self._end.way[:1] or self._vocabulary.end_ids)
-            return None
         if self.phase is Phase.CONSTRAINED:
             self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             self.note_failure()
@@ -155,34 +169,79 @@ class GrammarConstraint:
             self.phase is Phase.CONSTRAINED or token in self._call_begins
         )
         self.phase = phase
-        if token in self._call_begins:
-            self._end = None  # a call that is cut must not look like a whole one
-        elif self._end is not None:
-            self._end = self._end._replace(n_left=self._end.n_left - 1)
         if is_matched and not self.failure:
             n_taken = int(self.matcher.consume_token(token))
             if n_taken and (self.guard is None or self.guard.consume(token)):
-                if self._end is not None and self._closer is not None:
-                    self._end = self._closer.after(self._end, token, self.matcher, self.guard)
                 return n_taken
             self.note_failure()
             self.failure = self.failure or "a token that the grammar forbids"
             return n_taken
         return 0
 
-    def _count_constrained(self, tokens: Sequence[int], n_before: int = 0) -> int:
-        """How many leading tokens, which follow `n_before` others, the grammar and the end allow.
+    def _begun(self, n_left: int) -> AnswerEnd | None:
+        """The end of an answer with these tokens left; reasoning has no form yet."""
+        if self._closer is None or self.phase is not Phase.CONSTRAINED:
+            return None if self._closer is None else AnswerEnd(n_left)
+        return self._closer.begin(self.matcher, self.guard, n_left)
 
-        The row after a token at which the closer looks belongs to the next step.
-        """
-        if self._end is not None and not (tokens and tokens[0] in self._call_begins):
-            if self._end.way is not None:
-                planned = zip(tokens, self._end.way, strict=False)
-                return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], planned)))
-            if self._closer is not None and not self._closer.is_slow:
-                tokens = tokens[: max(0, self._end.n_left - n_before - self._end.look_at - 1)]
+    def _end_after(self, token: int, before: Phase) -> AnswerEnd | None:
+        """The end after a token that has just been taken, in the phase `before`."""
+        foreseen = self._foreseen.pop(0) if self._foreseen else None
+        if foreseen is not None and foreseen[0] == token:
+            return foreseen[1]
+        self._foreseen.clear()
+        end, closer = self._end, self._closer
+        if end is None or closer is None or token in self._call_begins:
+            return None
+        if self.phase is not Phase.CONSTRAINED or self.failure:
+            return end._replace(n_left=end.n_left - 1, way=None)
+        if before is not Phase.CONSTRAINED:
+            return self._begun(end.n_left - 1)
+        return closer.after(end, token, self.matcher, self.guard) or unplanned(end.n_left - 1)
+
+    def _count_constrained(self, tokens: Sequence[int]) -> int:
+        """How many leading tokens the grammar and the end allow."""
         n = self.matcher.validate_tokens(list(tokens)) if tokens else 0
-        return n if self.guard is None else self.guard.count_allowed(tokens[:n])
+        if self.guard is not None:
+            n = self.guard.count_allowed(tokens[:n])
+        if self._end is None or not n or tokens[0] in self._call_begins:
+            return n
+        if self._has_way():
+            return len(self._foresee(tokens[:n]))
+        # The row after a token at which the closer looks belongs to the next step.
+        return min(n, max(0, self._end.n_left - self._end.look_at - 1))
+
+    def _has_way(self) -> bool:
+        return self._end is not None and self._end.way is not None and not self.failure
+
+    def _foresee(self, tokens: Sequence[int]) -> list[tuple[int, AnswerEnd]]:
+        """The leading tokens after which the answer still has a way to its end, each with that end.
+
+        The last of them may have an end that is far. The state does not change.
+        """
+        end, closer, known = self._end, self._closer, self._foreseen
+        assert closer is not None
+        place = self.guard.place if self.guard is not None else None
+        self._foreseen, n_taken = [], 0
+        for at, token in enumerate(tokens):
+            if end is None or end.way is None or token in self._call_begins:
+                break
+            if not self.matcher.consume_token(token):
+                break
+            n_taken += 1
+            if self.guard is not None and not self.guard.consume(token):
+                break
+            is_known = known[at : at + 1] and known[at][0] == token
+            end = known[at][1] if is_known else closer.after(end, token, self.matcher, self.guard)
+            known = known if is_known else []
+            if end is None:
+                break
+            self._foreseen.append((token, end))
+        if n_taken:
+            self.matcher.rollback(n_taken)
+        if self.guard is not None and place is not None:
+            self.guard.place = place
+        return self._foreseen
 
     def _next_phase(self, token: int) -> Phase:
         if self.phase is Phase.ENDED or token in self._vocabulary.end_ids:

@@ -74,8 +74,8 @@ class GrammarMasks:
         drafted: list[tuple[LLMatcher, int, list[int]]] = []
         for constraint, drafts in work:
             row = len(banned)
-            is_plain = constraint.guard is None and not constraint.is_closing
-            if constraint.phase is not Phase.CONSTRAINED or constraint.failure or not is_plain:
+            has_guard = constraint.guard is not None
+            if constraint.phase is not Phase.CONSTRAINED or constraint.failure or has_guard:
                 banned += constraint.fill(drafts, masks[row:])
                 continue
             if drafts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from libs.structured.token_bytes import TokenBytes
 from libs.text.pretokens import PAT_STR
 from libs.text.special_tokens import ANSWER_ENDS
 from libs.text.tokenizer import Tokenizer
+
+_STRUCTURE, _MAX_STRUCTURE = b'"}],:', 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,9 @@ class GrammarVocabulary:
     special_ids: Mapping[str, int]
     tokens: TokenBytes
     byte_ids: Mapping[int, int]  # the token of each single byte
+    structure_ids: Sequence[
+        int
+    ]  # the first tokens that have only signs which close or separate parts of JSON
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, *, size: int | None = None) -> GrammarVocabulary:
@@ -44,4 +49,6 @@ class GrammarVocabulary:
             slices=None,
         )
         byte_ids = {raw[0]: token for raw, token in ranks.items() if len(raw) == 1}
-        return cls(trie, size, frozenset(ends), tokenizer.special_ids, TokenBytes(tokenizer), byte_ids)
+        structure = [token for raw, token in ranks.items() if not raw.strip(_STRUCTURE)][:_MAX_STRUCTURE]
+        tokens = TokenBytes(tokenizer)
+        return cls(trie, size, frozenset(ends), tokenizer.special_ids, tokens, byte_ids, structure)

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 import jsonschema
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from libs.structured import answer_closer
+from libs.structured import way_finder
 from libs.structured.answer_closer import AnswerCloser
 from libs.structured.answer_grammar import OutputFormat, answer_grammar
 from libs.structured.constraint import GrammarConstraint, Phase
@@ -58,6 +60,11 @@ def allowed_rows(
     return [np.flatnonzero(row).tolist() for row in bits]
 
 
+def settled(constraint: GrammarConstraint, token: int, drafts: Sequence[int] = ()) -> int:
+    """The token of the model, or the one that comes in its place."""
+    return min(constraint.settle(drafts, token), default=token)
+
+
 def answer(
     constraint: GrammarConstraint, vocabulary: GrammarVocabulary, *, seed: int, max_tokens: int
 ) -> list[int]:
@@ -66,7 +73,7 @@ def answer(
     tokens: list[int] = []
     while len(tokens) < max_tokens:
         [allowed] = allowed_rows(constraint, vocabulary)
-        token = int(random.choice(allowed))
+        token = settled(constraint, int(random.choice(allowed)))
         constraint.advance((token,))
         if constraint.phase is Phase.ENDED:
             break
@@ -131,24 +138,31 @@ def test_a_recursion_ends_with_another_value(recursive: Schema, vocabulary: Gram
 def test_a_continued_answer_closes_in_the_same_way_and_so_does_one_with_drafts(
     vocabulary: GrammarVocabulary,
 ) -> None:
-    """The rows after right drafts allow what the rows of single steps allow, also where closing begins."""
+    """After right drafts each token of the model settles as after single steps, also where closing begins."""
     output, max_tokens = OutputFormat("json_schema", PERSON), 90
-    tokens = answer(state(output, vocabulary, max_tokens), vocabulary, seed=3, max_tokens=max_tokens)
+    random = np.random.default_rng(3)
     single = state(output, vocabulary, max_tokens)
-    rows = []
-    for token in tokens:
-        rows += allowed_rows(single, vocabulary)
-        single.advance((token,))
-    rows += allowed_rows(single, vocabulary)
-    assert single.is_closing and rows[-1] == sorted(vocabulary.end_ids)
-    for begin in range(len(tokens)):
+    wanted, tokens = [], []
+    while single.phase is not Phase.ENDED:
+        wanted.append(int(random.choice(allowed_rows(single, vocabulary)[0])))
+        tokens.append(settled(single, wanted[-1]))
+        single.advance(tokens[-1:])
+    assert single.is_closing and wanted != tokens and len(tokens) <= max_tokens
+    n_drafts = 0
+    for begin in range(0, len(tokens), 3):
         continued = state(output, vocabulary, max_tokens)
         continued.advance(tokens[:begin])
-        n = continued.count_allowed(tokens[begin : begin + 5])
-        assert allowed_rows(continued, vocabulary, tokens[begin : begin + n]) == rows[begin : begin + n + 1]
-        if rows[begin][0] != tokens[begin] and continued.count_allowed(rows[begin][:1]):
-            allowed_rows(continued, vocabulary, rows[begin][:1])  # a wrong draft changes no state
-        assert allowed_rows(continued, vocabulary) == rows[begin : begin + 1]
+        assert wanted[begin] == tokens[begin] or not continued.count_allowed([wanted[begin]])
+        drafts = tokens[begin : begin + 5]
+        drafts = drafts[: continued.count_allowed(drafts)]
+        n_drafts += len(drafts)
+        allowed_rows(continued, vocabulary, drafts)  # changes no state
+        for n in {0, len(drafts)}:
+            assert settled(continued, wanted[begin + n], drafts[:n]) == tokens[begin + n]
+        continued.advance([*drafts, tokens[begin + len(drafts)]])
+        after = begin + len(drafts) + 1
+        assert continued.phase is Phase.ENDED or settled(continued, wanted[after]) == tokens[after]
+    assert n_drafts > len(tokens)
 
 
 def test_an_answer_with_room_is_left_alone(vocabulary: GrammarVocabulary) -> None:
@@ -172,7 +186,43 @@ def test_a_call_is_cut_so_that_it_does_not_look_whole(vocabulary: GrammarVocabul
 def test_an_answer_of_slow_masks_may_be_cut(
     vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer_closer, "_MAX_LOOK_S", -1.0)
+    monkeypatch.setattr(way_finder, "_MAX_LOOK_S", -1.0)
     constraint = state(OutputFormat("json_schema", PERSON), vocabulary, 90)
     assert len(answer(constraint, vocabulary, seed=2, max_tokens=90)) == 90
     assert not constraint.is_closing and constraint.count_allowed([]) == 0
+
+
+Choices = list[str]
+CHOICES = st.lists(st.text("Every item has 12 months.", min_size=1, max_size=24), min_size=1, max_size=4)
+
+
+def chosen(
+    constraint: GrammarConstraint, vocabulary: GrammarVocabulary, *, seed: int, max_tokens: int
+) -> list[int]:
+    """The tokens of a model whose wish is a function of the tokens so far, with the one that ends them."""
+    tokens: list[int] = []
+    while len(tokens) < max_tokens and constraint.phase is not Phase.ENDED:
+        [allowed] = allowed_rows(constraint, vocabulary)
+        wish = np.random.default_rng([seed, *tokens]).choice(allowed)
+        tokens.append(settled(constraint, int(wish)))
+        constraint.advance(tokens[-1:])
+    return tokens
+
+
+@settings(max_examples=40, deadline=None)
+@given(choices=CHOICES, seed=st.integers(0, 99))
+def test_a_choice_is_whole_and_the_models_own_wherever_it_fits(
+    choices: Choices, seed: int, vocabulary: GrammarVocabulary, tokenizer: Tokenizer
+) -> None:
+    output = OutputFormat("choice", choices)
+    free = chosen(state(output, vocabulary, 0), vocabulary, seed=seed, max_tokens=100)
+    least = min(len(tokenizer.encode_text(choice)) for choice in choices)
+    for max_tokens in range(least, len(free) + 3):
+        constraint = state(output, vocabulary, max_tokens)
+        tokens = chosen(constraint, vocabulary, seed=seed, max_tokens=max_tokens)
+        has_end = tokens[-1] in vocabulary.end_ids
+        assert tokenizer.decode(tokens[: len(tokens) - has_end]) in choices
+        if max_tokens >= len(free):
+            assert tokens == free and not constraint.is_closing
+        else:
+            assert constraint.is_closing or not has_end or len(tokens) < len(free)

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from libs.common.block_hash import TokenArray
 from libs.common.transport.registered_memory import PageAlignedMemory
 from libs.engine.core.engine import PagedEngine
+from libs.engine.sampling.settled_tokens import settle_tokens
 from libs.engine.sampling.token_masks import compute_masks
 from libs.engine.step.batch import ForwardBatch
 from libs.engine.step.prompt_scores import PromptScores
@@ -83,13 +84,14 @@ class FakeModel:
         if stop.is_set:
             raise StepAborted
         tokens: list[int] = []
-        logprobs: list[TokenLogprobs | None] = []
         allowed = _allowed_tokens(rows, self.info.vocab_size)
         for r, chain in zip(rows, chains, strict=True):
             for j in range(len(r.tokens) - r.n_sampled, len(r.tokens)):
                 token = self.token_after(r.tokens[: j + 1], r.params, chain[j])
                 tokens.append(_nearest(token, allowed.get(len(tokens)), r.params.banned_token_ids))
-                logprobs.append(self._logprobs(tokens[-1], r.params.logprobs))
+        settle_tokens(tokens, rows, lambda row, others: _nearest(tokens[row], np.array(others), ()))
+        asked = [r.params.logprobs for r in rows for _ in range(r.n_sampled)]
+        logprobs = [self._logprobs(token, n) for token, n in zip(tokens, asked, strict=True)]
         scores = _fake_scores(batch, self.info.vocab_size)
         if not batch.want_features:
             return StepResult(tokens, logprobs, None, scores)

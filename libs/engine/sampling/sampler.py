@@ -2,7 +2,8 @@
 
 For each row: adjust (logits_processors.py) -> masks of structured output (masked_logits.py) -> greedy:
 argmax; else temperature -> min-p -> top-k -> top-p -> one draw by inverse CDF in vocabulary order with the
-uniform of (seed, output index). The token is a pure function of (logits row, history, params, mask, index).
+uniform of (seed, output index). A token that leaves an answer of some form no end within its limit gives way
+to another one (settled_tokens.py). The token is a pure function of (logits row, history, params, mask, index).
 Other rows and drafts do not change it.
 
   temperature  logits / temperature; below 1e-5 greedy
@@ -25,6 +26,7 @@ from torch.nn.functional import pad
 from libs.engine.sampling.counter_rng import uniform
 from libs.engine.sampling.logits_processors import adjust, is_adjusted
 from libs.engine.sampling.masked_logits import apply_masks
+from libs.engine.sampling.settled_tokens import settle_tokens
 from libs.engine.step.constraint import StepMasks
 from libs.engine.step.step_model import BAD_TOKEN, SequenceRows
 from libs.engine.step.types import SamplingParams, TokenLogprobs
@@ -62,6 +64,7 @@ def sample(
         usable = logits[drawing].masked_fill_(bad[drawing], 0.0)
         tokens[drawing] = _draw(usable, [per_row[i] for i in drawing], draws)
     chosen: list[int] = tokens.masked_fill_(bad.squeeze(-1), BAD_TOKEN).tolist()
+    settle_tokens(chosen, sequences, lambda row, tokens: tokens[int(logits[row, tokens].argmax())])
     if raw is None:
         return chosen, None
     return chosen, _logprobs(raw, asking, chosen, per_row)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,11 +34,8 @@ class TokenConstraint(Protocol):
 
     # Why the sequence cannot continue; empty while it can.
     failure: str
-
-    @property
-    def is_closing(self) -> bool:
-        """Whether the sequence ends as it does for its limit of tokens, and not as the model would."""
-        ...
+    # Whether the sequence ends as it does for its limit of tokens, and not as the model would.
+    is_closing: bool
 
     @property
     def filler(self) -> MaskFiller:
@@ -47,6 +44,10 @@ class TokenConstraint(Protocol):
 
     def count_allowed(self, drafts: Sequence[int]) -> int:
         """How many leading drafts the grammar allows."""
+        ...
+
+    def settle(self, drafts: Sequence[int], token: int) -> Collection[int]:
+        """What may come after `drafts` in place of a sampled token; empty: that token may."""
         ...
 
     def needs_mask(self, drafts: Sequence[int]) -> bool:

@@ -22,7 +22,7 @@ from libs.structured.vocabulary import GrammarVocabulary
 from libs.text.tokenizer import Tokenizer
 from slipstream.errors import InvalidArgument
 from slipstream.sampling import OutputConstraint
-from tests.engine.support import Draft, drive, make_spec, no_drafts
+from tests.engine.support import Draft, Transcript, drive, make_spec, no_drafts
 
 TOKENIZER = Tokenizer.from_dir(Path(__file__).parents[3] / "models" / "slipstream-mini")
 FACTORY = ConstraintFactory(lambda: GrammarVocabulary.of(TOKENIZER), n_threads=2)
@@ -42,16 +42,28 @@ RULES = {
 }
 
 
+CHOICES = answer_grammar(OutputFormat("choice", ["Every item", "Every item has a card", "No"]), (), {})
+FORMS = {"choice": OutputConstraint(CHOICES), "object": OutputConstraint(GRAMMAR)}
+
+
 def make_engine() -> PagedEngine:
     return build_fake_engine(vocab_size=TOKENIZER.vocab_size, n_pages=64, block_tokens=16)
 
 
 def run(rules: OutputConstraint, draft: Draft = no_drafts, **params: object) -> list[int]:
-    engine = make_engine()
     spec = make_spec("a", range(1, 20), **{"max_tokens": 200, "stop_token_ids": STOPS, **params})
+    return run_spec(rules, spec, draft).tokens["a"]
+
+
+def run_spec(
+    rules: OutputConstraint, spec: SequenceSpec, draft: Draft = no_drafts, *, ends: bool = False
+) -> Transcript:
+    """`ends`: the answer ends within its limit."""
+    engine = make_engine()
     engine.reserve(spec)
-    engine.start("a", constraint=FACTORY.make(rules, ()))
-    return drive(engine, draft).tokens["a"]
+    limit = spec.sampling.max_tokens if ends else 0
+    engine.start("a", constraint=FACTORY.make(rules, spec.emitted, max_tokens=limit))
+    return drive(engine, draft)
 
 
 def drafts_of(answer: Sequence[int], rng: np.random.Generator) -> Draft:
@@ -163,3 +175,30 @@ def test_a_grammar_with_too_costly_masks_fails_alone(monkeypatch: pytest.MonkeyP
     assert "Too many items" in str(driven.last["costly"].failure)
     assert driven.last["plain"].failure is None
     assert driven.tokens["plain"] == run(OutputConstraint(GRAMMAR))
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_drafts_and_a_resumption_change_no_answer_near_its_limit(kind: str) -> None:
+    """An answer that closes for its limit says `length`, and one that the model ends says `stop`."""
+    finishes = set()
+    for max_tokens in range(2, 14) if kind == "choice" else (*range(17, 35, 3), 120, 122):
+        spec = make_spec(
+            "a",
+            range(1, 20),
+            max_tokens=max_tokens,
+            stop_token_ids=STOPS,
+            temperature=1.0,
+            seed=max_tokens % 7,
+            logprobs=0,
+        )
+        plain = run_spec(FORMS[kind], spec, ends=True)
+        tokens = plain.tokens["a"]
+        finishes.add(plain.last["a"].finish)
+        drafts = drafts_of(tokens, np.random.default_rng(max_tokens))
+        drafted = run_spec(FORMS[kind], spec, drafts, ends=True)
+        assert drafted.tokens["a"] == tokens
+        assert drafted.last["a"].finish == plain.last["a"].finish
+        n = len(tokens) // 2
+        resumed = replace(spec, emitted=tuple(tokens[:n]))
+        assert run_spec(FORMS[kind], resumed, ends=True).tokens["a"] == tokens[n:]
+    assert finishes == {"stop", "length"}
