@@ -45,6 +45,8 @@ class OutputConstraint:
     awaits_calls: bool = False  # free text until a tool call begins
     thinking: bool = False  # the output begins inside the reasoning, which is free
     forced: tuple[int, ...] = ()  # the prompt's last tokens, with which the answer begins
+    field: str = "grammar"  # of the client's request, for errors
+    is_closing: bool = False  # the limit of tokens has changed a token of an earlier attempt
 
 
 @dataclass(frozen=True, slots=True)

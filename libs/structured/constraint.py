@@ -51,7 +51,8 @@ class GrammarConstraint:
     ) -> None:
         """`closer`: ends the answer within `max_tokens`, as far as its grammar allows; None: it may be cut.
 
-        A tool call may be cut in any case: half a command must not look like a whole one. `on_failure` is called when the matcher fails, of its grammar or of its limits.
+        A tool call may be cut in any case: half a command must not look like a whole one. `on_failure` is
+        called when the matcher fails, of its grammar or of its limits.
         """
         self.filler = filler
         self._on_failure = on_failure
@@ -69,7 +70,8 @@ class GrammarConstraint:
         # Reasoning that an answer must follow ends with </think>, and by no other way.
         others = (*sorted(vocabulary.end_ids), *self._call_begins)
         self._banned_reasoning = () if rules.awaits_calls else others
-        self.is_closing = False  # a token of the model has been replaced for the limit of tokens
+        self.is_closing = rules.is_closing  # a token of the model has been replaced for the limit of tokens
+        self.field = rules.field
         self._closer = None if rules.awaits_calls else closer
         self._end = self._begun(max_tokens + len(rules.forced))
         self._foreseen: list[tuple[int, AnswerEnd]] = []  # the next tokens, each with the end after it

@@ -12,6 +12,7 @@ from libs.structured.constraint import GrammarConstraint
 from libs.structured.grammar_cache import MAX_CACHED_GRAMMARS, GrammarCache, grammar_digest
 from libs.structured.mask_filler import GrammarMasks
 from libs.structured.vocabulary import GrammarVocabulary
+from slipstream.errors import InvalidArgument
 from slipstream.sampling import OutputConstraint
 
 
@@ -41,7 +42,10 @@ class ConstraintFactory:
         with self._lock:
             vocabulary = self._vocabulary()
             closer = self._closer(grammar_digest(rules.grammar, salt), vocabulary) if max_tokens else None
-        matcher = self.grammars.get(rules.grammar, vocabulary, salt=salt)
+        try:
+            matcher = self.grammars.get(rules.grammar, vocabulary, salt=salt)
+        except InvalidArgument as error:
+            raise InvalidArgument(rules.field, error.reason) from None
         discard = functools.partial(self.grammars.discard, rules.grammar, salt=salt)
         constraint = GrammarConstraint(
             rules,

@@ -54,7 +54,7 @@ class WayOut(NamedTuple):
 
 
 class WayFinder:
-    """The ways out of the grammars of one vocabulary. It holds no state of an answer; any thread may use it."""
+    """Ways out of the grammars of one vocabulary. It holds no state of an answer; any thread may use it."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self._n_words = -(-vocabulary.size // 32)

@@ -70,6 +70,7 @@ class DecodeSequence(SequenceTask):
         self._finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_running_sent = False
         self._is_end_sent = False
+        self._is_closing_sent = False
         self._reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED
         self._releasing: asyncio.Task[None] | None = None
         self._trace: tracing.TraceMetadata = ()  # of the sequence's span
@@ -94,6 +95,8 @@ class DecodeSequence(SequenceTask):
         if output.tokens:
             delta = self._delta(tokens=pack_tokens(output.tokens))
             self._set_running(delta)
+            delta.is_closing = output.is_closing and not self._is_closing_sent
+            self._is_closing_sent = output.is_closing
             delta.logprobs.extend(position_logprobs(p) for p in output.logprobs or ())
             if output.finish is not None:
                 self._send_end(finish_reason(output.finish), delta=delta)
@@ -208,6 +211,9 @@ class DecodeSequence(SequenceTask):
         first_token = complete.first_token_id
 
         constraint = await self._constraint
+        if constraint is not None:
+            constraint.is_closing |= complete.is_closing
+            self._is_closing_sent = constraint.is_closing
 
         def commit(engine: Engine) -> None:
             engine.fill(spec.seq_id, spec.context_tokens)

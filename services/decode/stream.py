@@ -86,7 +86,8 @@ def pack_frame(deltas: Sequence[decode_pb2.SequenceDelta], *, step: int) -> deco
     rest, handles, tokens = [], [], []
     for delta in deltas:
         packed = delta.tokens
-        is_more = delta.running or delta.finish_reason or delta.logprobs or delta.prompt_logprobs
+        has_rows = bool(delta.logprobs or delta.prompt_logprobs)
+        is_more = has_rows or delta.running or delta.is_closing or bool(delta.finish_reason)
         if not packed or is_more:
             rest.append(delta)
             continue

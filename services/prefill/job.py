@@ -278,6 +278,7 @@ class PrefillJob(SequenceTask):
             cached=self._cached,
             queue_ms=queue_ms,
             compute_ms=(time.perf_counter() - started) * 1e3,
+            is_closing=last.is_closing,
         )
         if last.logprobs:
             first_token.logprobs.CopyFrom(position_logprobs(last.logprobs[0]))
@@ -287,7 +288,9 @@ class PrefillJob(SequenceTask):
     def _finish(self, last: StepOutput) -> None:
         self._complete = True
         complete = prefill_pb2.HandoffComplete(
-            first_token_id=last.tokens[0], finish_reason=finish_reason(last.finish)
+            first_token_id=last.tokens[0],
+            finish_reason=finish_reason(last.finish),
+            is_closing=last.is_closing,
         )
         if last.features is not None and last.finish is None and self._draft_rows:
             first = max(len(last.features) - self._draft_rows, 0)

@@ -435,12 +435,18 @@ class OutputConstraint(_message.Message):
     AWAITS_CALLS_FIELD_NUMBER: _builtins.int
     THINKING_FIELD_NUMBER: _builtins.int
     FORCED_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
+    IS_CLOSING_FIELD_NUMBER: _builtins.int
     grammar: _builtins.str
     """In llguidance's JSON form. It holds the whole answer, or only the tool calls when `awaits_calls` is set."""
     awaits_calls: _builtins.bool
     """free text until a tool call begins"""
     thinking: _builtins.bool
     """the output begins inside the reasoning, which is free"""
+    field: _builtins.str
+    """of the client's request, for errors; empty: "grammar" """
+    is_closing: _builtins.bool
+    """The limit of tokens changed a token of an earlier attempt, so the answer ends with FINISH_REASON_LENGTH."""
     @_builtins.property
     def forced(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the prompt's last tokens, with which the answer begins"""
@@ -452,10 +458,12 @@ class OutputConstraint(_message.Message):
         awaits_calls: _builtins.bool = ...,
         thinking: _builtins.bool = ...,
         forced: _abc.Iterable[_builtins.int] | None = ...,
+        field: _builtins.str = ...,
+        is_closing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaits_calls", b"awaits_calls", "forced", b"forced", "grammar", b"grammar", "thinking", b"thinking"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaits_calls", b"awaits_calls", "field", b"field", "forced", b"forced", "grammar", b"grammar", "is_closing", b"is_closing", "thinking", b"thinking"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -208,12 +208,15 @@ class SequenceDelta(_message.Message):
     RUNNING_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_START_FIELD_NUMBER: _builtins.int
+    IS_CLOSING_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     tokens: _builtins.bytes
     """packed new token ids"""
     finish_reason: _common_pb2.FinishReason.ValueType
     running: _builtins.bool
     """true once: the sequence's KV is complete and it generates"""
+    is_closing: _builtins.bool
+    """true once: from these tokens on; see OutputConstraint.is_closing"""
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]:
         """one for each token, when requested"""
@@ -246,10 +249,11 @@ class SequenceDelta(_message.Message):
         running: _builtins.bool = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.PromptLogprobs] | None = ...,
         prompt_start: Global___PromptStart | None = ...,
+        is_closing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "prompt_start", b"prompt_start", "stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "finish_reason", b"finish_reason", "handle", b"handle", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_start", b"prompt_start", "running", b"running", "stats", b"stats", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "finish_reason", b"finish_reason", "handle", b"handle", "is_closing", b"is_closing", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_start", b"prompt_start", "running", b"running", "stats", b"stats", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

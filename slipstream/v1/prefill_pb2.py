@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from slipstream.v1 import common_pb2 as slipstream_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/prefill.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"N\n\x0ePrefillRequest\x12+\n\x06starts\x18\x01 \x03(\x0b\x32\x1b.slipstream.v1.StartPrefill\x12\x0f\n\x07\x63\x61ncels\x18\x02 \x03(\r\"\x8e\x04\n\x0cStartPrefill\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\'\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.Attempt\x12/\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x1a.slipstream.v1.Fingerprint\x12\x0e\n\x06prompt\x18\x04 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x01(\x0c\x12.\n\x06prefix\x18\x06 \x01(\x0b\x32\x1e.slipstream.v1.PromptReference\x12/\n\x08sampling\x18\x07 \x01(\x0b\x32\x1d.slipstream.v1.SamplingParams\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x08 \x01(\r\x12\x18\n\x10kvstore_endpoint\x18\t \x01(\t\x12\x15\n\rpeer_endpoint\x18\n \x01(\t\x12\x0c\n\x04salt\x18\x0b \x01(\x0c\x12\x16\n\x0e\x65mitted_tokens\x18\x0c \x01(\r\x12\x10\n\x08lease_ms\x18\r \x01(\r\x12\x35\n\x05trace\x18\x0e \x03(\x0b\x32&.slipstream.v1.StartPrefill.TraceEntry\x12\x13\n\x0bshared_salt\x18\x0f \x01(\x0c\x12\x15\n\rshared_blocks\x18\x10 \x01(\r\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\">\n\x0fPrefillResponse\x12+\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1b.slipstream.v1.PrefillEvent\"\xa1\x02\n\x0cPrefillEvent\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12.\n\x06opened\x18\x02 \x01(\x0b\x32\x1c.slipstream.v1.HandoffOpenedH\x00\x12\x32\n\x08progress\x18\x03 \x01(\x0b\x32\x1e.slipstream.v1.PrefillProgressH\x00\x12\x30\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x19.slipstream.v1.FirstTokenH\x00\x12)\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x16.slipstream.v1.FailureH\x00\x12\x38\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1d.slipstream.v1.PromptLogprobsH\x00\x42\x06\n\x04kind\"L\n\rHandoffOpened\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12+\n\x06\x63\x61\x63hed\x18\x02 \x03(\x0b\x32\x1b.slipstream.v1.CachedTokens\"*\n\x0fPrefillProgress\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\r\"\xd8\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x31\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1f.slipstream.v1.PositionLogprobs\x12\x32\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x1b.slipstream.v1.FinishReason\x12+\n\x06\x63\x61\x63hed\x18\x04 \x03(\x0b\x32\x1b.slipstream.v1.CachedTokens\x12\x10\n\x08queue_ms\x18\x05 \x01(\x02\x12\x12\n\ncompute_ms\x18\x06 \x01(\x02\"\xb6\x02\n\rHandoffTicket\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\'\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.Attempt\x12/\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x1a.slipstream.v1.Fingerprint\x12\x18\n\x10\x63ontrol_endpoint\x18\x04 \x01(\t\x12+\n\ttransport\x18\x05 \x01(\x0e\x32\x18.slipstream.v1.Transport\x12\x19\n\x11transport_session\x18\x06 \x01(\t\x12,\n\x06\x62locks\x18\x07 \x03(\x0b\x32\x1c.slipstream.v1.ExportedBlock\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x10\n\x08lease_ms\x18\t \x01(\r\" \n\rExportedBlock\x12\x0f\n\x07n_bytes\x18\x01 \x01(\x04\"{\n\x13WatchHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\'\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.Attempt\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x12\n\ndraft_rows\x18\x04 \x01(\r\"\xab\x01\n\x14WatchHandoffResponse\x12+\n\x05ready\x18\x01 \x01(\x0b\x32\x1a.slipstream.v1.BlocksReadyH\x00\x12\x32\n\x08\x63omplete\x18\x02 \x01(\x0b\x32\x1e.slipstream.v1.HandoffCompleteH\x00\x12)\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x16.slipstream.v1.FailureH\x00\x42\x07\n\x05\x65vent\"H\n\x0b\x42locksReady\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x11\n\tchecksums\x18\x02 \x01(\x0c\x12\x11\n\taddresses\x18\x03 \x03(\x06\"\x93\x01\n\x0fHandoffComplete\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12\x32\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1b.slipstream.v1.FinishReason\x12\x34\n\x0e\x64raft_features\x18\x03 \x01(\x0b\x32\x1c.slipstream.v1.DraftFeatures\"g\n\rDraftFeatures\x12\x16\n\x0estart_position\x18\x01 \x01(\r\x12\r\n\x05width\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\x06\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x0c\"P\n\x13RenewHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\x12\x13\n\x0bread_blocks\x18\x03 \x03(\r\"\x16\n\x14RenewHandoffResponse\"+\n\x15ReleaseHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\"\x18\n\x16ReleaseHandoffResponse\">\n\x13\x41\x62ortPrefillRequest\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Attempt\"\x16\n\x14\x41\x62ortPrefillResponse2\xca\x03\n\x0ePrefillService\x12L\n\x07Prefill\x12\x1d.slipstream.v1.PrefillRequest\x1a\x1e.slipstream.v1.PrefillResponse(\x01\x30\x01\x12Y\n\x0cWatchHandoff\x12\".slipstream.v1.WatchHandoffRequest\x1a#.slipstream.v1.WatchHandoffResponse0\x01\x12W\n\x0cRenewHandoff\x12\".slipstream.v1.RenewHandoffRequest\x1a#.slipstream.v1.RenewHandoffResponse\x12]\n\x0eReleaseHandoff\x12$.slipstream.v1.ReleaseHandoffRequest\x1a%.slipstream.v1.ReleaseHandoffResponse\x12W\n\x0c\x41\x62ortPrefill\x12\".slipstream.v1.AbortPrefillRequest\x1a#.slipstream.v1.AbortPrefillResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/prefill.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"N\n\x0ePrefillRequest\x12+\n\x06starts\x18\x01 \x03(\x0b\x32\x1b.slipstream.v1.StartPrefill\x12\x0f\n\x07\x63\x61ncels\x18\x02 \x03(\r\"\x8e\x04\n\x0cStartPrefill\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\'\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.Attempt\x12/\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x1a.slipstream.v1.Fingerprint\x12\x0e\n\x06prompt\x18\x04 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x01(\x0c\x12.\n\x06prefix\x18\x06 \x01(\x0b\x32\x1e.slipstream.v1.PromptReference\x12/\n\x08sampling\x18\x07 \x01(\x0b\x32\x1d.slipstream.v1.SamplingParams\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x08 \x01(\r\x12\x18\n\x10kvstore_endpoint\x18\t \x01(\t\x12\x15\n\rpeer_endpoint\x18\n \x01(\t\x12\x0c\n\x04salt\x18\x0b \x01(\x0c\x12\x16\n\x0e\x65mitted_tokens\x18\x0c \x01(\r\x12\x10\n\x08lease_ms\x18\r \x01(\r\x12\x35\n\x05trace\x18\x0e \x03(\x0b\x32&.slipstream.v1.StartPrefill.TraceEntry\x12\x13\n\x0bshared_salt\x18\x0f \x01(\x0c\x12\x15\n\rshared_blocks\x18\x10 \x01(\r\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\">\n\x0fPrefillResponse\x12+\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1b.slipstream.v1.PrefillEvent\"\xa1\x02\n\x0cPrefillEvent\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12.\n\x06opened\x18\x02 \x01(\x0b\x32\x1c.slipstream.v1.HandoffOpenedH\x00\x12\x32\n\x08progress\x18\x03 \x01(\x0b\x32\x1e.slipstream.v1.PrefillProgressH\x00\x12\x30\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x19.slipstream.v1.FirstTokenH\x00\x12)\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x16.slipstream.v1.FailureH\x00\x12\x38\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1d.slipstream.v1.PromptLogprobsH\x00\x42\x06\n\x04kind\"L\n\rHandoffOpened\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12+\n\x06\x63\x61\x63hed\x18\x02 \x03(\x0b\x32\x1b.slipstream.v1.CachedTokens\"*\n\x0fPrefillProgress\x12\x17\n\x0f\x63omputed_tokens\x18\x01 \x01(\r\"\xec\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x31\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1f.slipstream.v1.PositionLogprobs\x12\x32\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x1b.slipstream.v1.FinishReason\x12+\n\x06\x63\x61\x63hed\x18\x04 \x03(\x0b\x32\x1b.slipstream.v1.CachedTokens\x12\x10\n\x08queue_ms\x18\x05 \x01(\x02\x12\x12\n\ncompute_ms\x18\x06 \x01(\x02\x12\x12\n\nis_closing\x18\x07 \x01(\x08\"\xb6\x02\n\rHandoffTicket\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\'\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.Attempt\x12/\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x1a.slipstream.v1.Fingerprint\x12\x18\n\x10\x63ontrol_endpoint\x18\x04 \x01(\t\x12+\n\ttransport\x18\x05 \x01(\x0e\x32\x18.slipstream.v1.Transport\x12\x19\n\x11transport_session\x18\x06 \x01(\t\x12,\n\x06\x62locks\x18\x07 \x03(\x0b\x32\x1c.slipstream.v1.ExportedBlock\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x10\n\x08lease_ms\x18\t \x01(\r\" \n\rExportedBlock\x12\x0f\n\x07n_bytes\x18\x01 \x01(\x04\"{\n\x13WatchHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\'\n\x07\x61ttempt\x18\x02 \x01(\x0b\x32\x16.slipstream.v1.Attempt\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x12\n\ndraft_rows\x18\x04 \x01(\r\"\xab\x01\n\x14WatchHandoffResponse\x12+\n\x05ready\x18\x01 \x01(\x0b\x32\x1a.slipstream.v1.BlocksReadyH\x00\x12\x32\n\x08\x63omplete\x18\x02 \x01(\x0b\x32\x1e.slipstream.v1.HandoffCompleteH\x00\x12)\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x16.slipstream.v1.FailureH\x00\x42\x07\n\x05\x65vent\"H\n\x0b\x42locksReady\x12\x13\n\x0b\x66irst_block\x18\x01 \x01(\r\x12\x11\n\tchecksums\x18\x02 \x01(\x0c\x12\x11\n\taddresses\x18\x03 \x03(\x06\"\xa7\x01\n\x0fHandoffComplete\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12\x32\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1b.slipstream.v1.FinishReason\x12\x34\n\x0e\x64raft_features\x18\x03 \x01(\x0b\x32\x1c.slipstream.v1.DraftFeatures\x12\x12\n\nis_closing\x18\x04 \x01(\x08\"g\n\rDraftFeatures\x12\x16\n\x0estart_position\x18\x01 \x01(\r\x12\r\n\x05width\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\x06\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x0c\"P\n\x13RenewHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\x12\x13\n\x0bread_blocks\x18\x03 \x03(\r\"\x16\n\x14RenewHandoffResponse\"+\n\x15ReleaseHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\"\x18\n\x16ReleaseHandoffResponse\">\n\x13\x41\x62ortPrefillRequest\x12\'\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x16.slipstream.v1.Attempt\"\x16\n\x14\x41\x62ortPrefillResponse2\xca\x03\n\x0ePrefillService\x12L\n\x07Prefill\x12\x1d.slipstream.v1.PrefillRequest\x1a\x1e.slipstream.v1.PrefillResponse(\x01\x30\x01\x12Y\n\x0cWatchHandoff\x12\".slipstream.v1.WatchHandoffRequest\x1a#.slipstream.v1.WatchHandoffResponse0\x01\x12W\n\x0cRenewHandoff\x12\".slipstream.v1.RenewHandoffRequest\x1a#.slipstream.v1.RenewHandoffResponse\x12]\n\x0eReleaseHandoff\x12$.slipstream.v1.ReleaseHandoffRequest\x1a%.slipstream.v1.ReleaseHandoffResponse\x12W\n\x0c\x41\x62ortPrefill\x12\".slipstream.v1.AbortPrefillRequest\x1a#.slipstream.v1.AbortPrefillResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,33 +49,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLPROGRESS']._serialized_start=1117
   _globals['_PREFILLPROGRESS']._serialized_end=1159
   _globals['_FIRSTTOKEN']._serialized_start=1162
-  _globals['_FIRSTTOKEN']._serialized_end=1378
-  _globals['_HANDOFFTICKET']._serialized_start=1381
-  _globals['_HANDOFFTICKET']._serialized_end=1691
-  _globals['_EXPORTEDBLOCK']._serialized_start=1693
-  _globals['_EXPORTEDBLOCK']._serialized_end=1725
-  _globals['_WATCHHANDOFFREQUEST']._serialized_start=1727
-  _globals['_WATCHHANDOFFREQUEST']._serialized_end=1850
-  _globals['_WATCHHANDOFFRESPONSE']._serialized_start=1853
-  _globals['_WATCHHANDOFFRESPONSE']._serialized_end=2024
-  _globals['_BLOCKSREADY']._serialized_start=2026
-  _globals['_BLOCKSREADY']._serialized_end=2098
-  _globals['_HANDOFFCOMPLETE']._serialized_start=2101
-  _globals['_HANDOFFCOMPLETE']._serialized_end=2248
-  _globals['_DRAFTFEATURES']._serialized_start=2250
-  _globals['_DRAFTFEATURES']._serialized_end=2353
-  _globals['_RENEWHANDOFFREQUEST']._serialized_start=2355
-  _globals['_RENEWHANDOFFREQUEST']._serialized_end=2435
-  _globals['_RENEWHANDOFFRESPONSE']._serialized_start=2437
-  _globals['_RENEWHANDOFFRESPONSE']._serialized_end=2459
-  _globals['_RELEASEHANDOFFREQUEST']._serialized_start=2461
-  _globals['_RELEASEHANDOFFREQUEST']._serialized_end=2504
-  _globals['_RELEASEHANDOFFRESPONSE']._serialized_start=2506
-  _globals['_RELEASEHANDOFFRESPONSE']._serialized_end=2530
-  _globals['_ABORTPREFILLREQUEST']._serialized_start=2532
-  _globals['_ABORTPREFILLREQUEST']._serialized_end=2594
-  _globals['_ABORTPREFILLRESPONSE']._serialized_start=2596
-  _globals['_ABORTPREFILLRESPONSE']._serialized_end=2618
-  _globals['_PREFILLSERVICE']._serialized_start=2621
-  _globals['_PREFILLSERVICE']._serialized_end=3079
+  _globals['_FIRSTTOKEN']._serialized_end=1398
+  _globals['_HANDOFFTICKET']._serialized_start=1401
+  _globals['_HANDOFFTICKET']._serialized_end=1711
+  _globals['_EXPORTEDBLOCK']._serialized_start=1713
+  _globals['_EXPORTEDBLOCK']._serialized_end=1745
+  _globals['_WATCHHANDOFFREQUEST']._serialized_start=1747
+  _globals['_WATCHHANDOFFREQUEST']._serialized_end=1870
+  _globals['_WATCHHANDOFFRESPONSE']._serialized_start=1873
+  _globals['_WATCHHANDOFFRESPONSE']._serialized_end=2044
+  _globals['_BLOCKSREADY']._serialized_start=2046
+  _globals['_BLOCKSREADY']._serialized_end=2118
+  _globals['_HANDOFFCOMPLETE']._serialized_start=2121
+  _globals['_HANDOFFCOMPLETE']._serialized_end=2288
+  _globals['_DRAFTFEATURES']._serialized_start=2290
+  _globals['_DRAFTFEATURES']._serialized_end=2393
+  _globals['_RENEWHANDOFFREQUEST']._serialized_start=2395
+  _globals['_RENEWHANDOFFREQUEST']._serialized_end=2475
+  _globals['_RENEWHANDOFFRESPONSE']._serialized_start=2477
+  _globals['_RENEWHANDOFFRESPONSE']._serialized_end=2499
+  _globals['_RELEASEHANDOFFREQUEST']._serialized_start=2501
+  _globals['_RELEASEHANDOFFREQUEST']._serialized_end=2544
+  _globals['_RELEASEHANDOFFRESPONSE']._serialized_start=2546
+  _globals['_RELEASEHANDOFFRESPONSE']._serialized_end=2570
+  _globals['_ABORTPREFILLREQUEST']._serialized_start=2572
+  _globals['_ABORTPREFILLREQUEST']._serialized_end=2634
+  _globals['_ABORTPREFILLRESPONSE']._serialized_start=2636
+  _globals['_ABORTPREFILLRESPONSE']._serialized_end=2658
+  _globals['_PREFILLSERVICE']._serialized_start=2661
+  _globals['_PREFILLSERVICE']._serialized_end=3119
 # @@protoc_insertion_point(module_scope)

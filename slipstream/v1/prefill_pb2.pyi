@@ -268,11 +268,14 @@ class FirstToken(_message.Message):
     CACHED_FIELD_NUMBER: _builtins.int
     QUEUE_MS_FIELD_NUMBER: _builtins.int
     COMPUTE_MS_FIELD_NUMBER: _builtins.int
+    IS_CLOSING_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """set when the request ends with its first token"""
     queue_ms: _builtins.float
     compute_ms: _builtins.float
+    is_closing: _builtins.bool
+    """see OutputConstraint.is_closing"""
     @_builtins.property
     def logprobs(self) -> _common_pb2.PositionLogprobs:
         """set when requested"""
@@ -288,10 +291,11 @@ class FirstToken(_message.Message):
         cached: _abc.Iterable[_common_pb2.CachedTokens] | None = ...,
         queue_ms: _builtins.float = ...,
         compute_ms: _builtins.float = ...,
+        is_closing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "compute_ms", b"compute_ms", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "queue_ms", b"queue_ms", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "compute_ms", b"compute_ms", "finish_reason", b"finish_reason", "is_closing", b"is_closing", "logprobs", b"logprobs", "queue_ms", b"queue_ms", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -467,8 +471,11 @@ class HandoffComplete(_message.Message):
     FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     DRAFT_FEATURES_FIELD_NUMBER: _builtins.int
+    IS_CLOSING_FIELD_NUMBER: _builtins.int
     first_token_id: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
+    is_closing: _builtins.bool
+    """see OutputConstraint.is_closing"""
     @_builtins.property
     def draft_features(self) -> Global___DraftFeatures:
         """Absent without a draft head, when no watcher asked for rows, and when the staging memory had no room."""
@@ -479,10 +486,11 @@ class HandoffComplete(_message.Message):
         first_token_id: _builtins.int = ...,
         finish_reason: _common_pb2.FinishReason.ValueType = ...,
         draft_features: Global___DraftFeatures | None = ...,
+        is_closing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["draft_features", b"draft_features"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_features", b"draft_features", "finish_reason", b"finish_reason", "first_token_id", b"first_token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_features", b"draft_features", "finish_reason", b"finish_reason", "first_token_id", b"first_token_id", "is_closing", b"is_closing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

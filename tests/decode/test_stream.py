@@ -128,6 +128,12 @@ def test_tokens_alone_travel_packed() -> None:
     assert _unpacked(frame.packed_tokens) == [7, 1, 2]
 
 
+def test_tokens_that_the_limit_has_changed_do_not() -> None:
+    frame = pack_frame([_delta(7, handle=3), _delta(8, handle=4, is_closing=True)], step=5)
+    assert [(delta.handle, delta.is_closing) for delta in frame.deltas] == [(4, True)]
+    assert _unpacked(frame.packed_tokens) == [7]
+
+
 async def test_a_start_that_is_refused_fails_alone_and_ends_with_statistics() -> None:
     stream = DecodeStream(_refuse)
     stream.begin(decode_pb2.StartSequence(handle=8))

@@ -40,7 +40,8 @@ def commit_outputs(
         return fail(sequence, failure)
     tokens, finish = sequence.cut(sampled.tokens[: accepted + 1], max_context_tokens=max_context_tokens)
     sequence.append(tokens)
-    if finish == "stop" and sequence.constraint is not None and sequence.constraint.is_closing:
+    is_closing = sequence.constraint is not None and sequence.constraint.is_closing
+    if finish == "stop" and is_closing:
         finish = "length"  # the model itself would have gone on
     sequence.n_computed = start + n_known + len(tokens) - 1
     rows = None if sampled.features is None else sampled.features[: sequence.n_computed - start]
@@ -56,6 +57,7 @@ def commit_outputs(
         computed_tokens=sequence.n_computed,
         shared_tokens=sampled.shared_tokens,
         finish=finish,
+        is_closing=is_closing,
         logprobs=sampled.logprobs[: len(tokens)] if sampled.logprobs else None,
         accepted_drafts=min(accepted, len(tokens)),
         proposed_drafts=sampled.n_drafts,
@@ -91,7 +93,7 @@ def _failure(
 ) -> SlipstreamError | None:
     """Why these tokens cannot be committed."""
     if sequence.constraint is not None and sequence.constraint.failure:
-        return InvalidArgument("grammar", sequence.constraint.failure)
+        return InvalidArgument(sequence.constraint.field, sequence.constraint.failure)
     if BAD_TOKEN in tokens:
         return _not_finite(sequence, blocks, features)
     return None

@@ -2,8 +2,8 @@
 
 For each row: adjust (logits_processors.py) -> masks of structured output (masked_logits.py) -> greedy:
 argmax; else temperature -> min-p -> top-k -> top-p -> one draw by inverse CDF in vocabulary order with the
-uniform of (seed, output index). A token that leaves an answer of some form no end within its limit gives way
-to another one (settled_tokens.py). The token is a pure function of (logits row, history, params, mask, index).
+uniform of (seed, output index). Structured output may replace a token, so that the answer ends within its
+limit (settled_tokens.py). The token is a pure function of (logits row, history, params, mask, limit, index).
 Other rows and drafts do not change it.
 
   temperature  logits / temperature; below 1e-5 greedy

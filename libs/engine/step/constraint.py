@@ -34,6 +34,7 @@ class TokenConstraint(Protocol):
 
     # Why the sequence cannot continue; empty while it can.
     failure: str
+    field: str  # of the client's request, for that failure
     # Whether the sequence ends as it does for its limit of tokens, and not as the model would.
     is_closing: bool
 

@@ -119,6 +119,7 @@ class StepOutput:
     # How many of them were copied since the start from blocks of another running sequence.
     shared_tokens: int = 0
     finish: FinishReason | None = None  # with the last output of a sequence; pages stay until release
+    is_closing: bool = False  # the limit has changed a token of it, so that its form ends within the limit
     # The error (OutOfPages, Internal) that ended the sequence, with its last output. Its pages stay until its
     # release.
     failure: SlipstreamError | None = None

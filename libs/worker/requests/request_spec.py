@@ -168,4 +168,6 @@ def parse_constraint(constraint: common_pb2.OutputConstraint) -> OutputConstrain
         awaits_calls=constraint.awaits_calls,
         thinking=constraint.thinking,
         forced=tuple(constraint.forced),
+        field=constraint.field or "grammar",
+        is_closing=constraint.is_closing,
     )

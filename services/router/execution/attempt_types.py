@@ -59,6 +59,7 @@ class TokenBatch(msgspec.Struct, frozen=True, gc=False):
     logprobs: Sequence[common_pb2.PositionLogprobs] = ()
     cached: Sequence[common_pb2.CachedTokens] | None = None  # only with the first token
     prefill_ms: float | None = None  # the prefill worker's queueing and compute time, with its first token
+    is_closing: bool = False  # see OutputConstraint.is_closing
     finish: common_pb2.FinishReason.ValueType = FINISH_NONE
     stats: decode_pb2.SequenceStats | None = None
 
@@ -150,6 +151,15 @@ def without_prompt_logprobs(spec: AttemptSpec) -> AttemptSpec:
     return msgspec.structs.replace(spec, sampling=sampling)
 
 
+def closing(spec: AttemptSpec) -> AttemptSpec:
+    """The inputs of attempts after the limit of tokens has changed a token of the answer."""
+    if not spec.sampling.HasField("constraint"):  # a worker states what cannot be
+        return spec
+    sampling = _copied(spec.sampling)
+    sampling.constraint.is_closing = True
+    return msgspec.structs.replace(spec, sampling=sampling)
+
+
 def capped(spec: AttemptSpec, max_tokens: int) -> AttemptSpec:
     """The inputs of an attempt whose answer has at most `max_tokens`."""
     if spec.sampling.max_tokens == max_tokens:
@@ -177,7 +187,24 @@ def first_batch(first: prefill_pb2.FirstToken) -> TokenBatch:
         logprobs=[first.logprobs] if first.HasField("logprobs") else [],
         cached=first.cached,
         prefill_ms=first.queue_ms + first.compute_ms,
+        is_closing=first.is_closing,
         finish=first.finish_reason,
+    )
+
+
+def delta_batch(
+    tokens: Sequence[int],
+    delta: decode_pb2.SequenceDelta,
+    cached: Sequence[common_pb2.CachedTokens] | None,
+) -> TokenBatch:
+    """The batch of a delta that has more than these tokens, and no failure."""
+    return TokenBatch(
+        tokens,
+        delta.logprobs,
+        cached,
+        is_closing=delta.is_closing,
+        finish=delta.finish_reason,
+        stats=delta.stats if delta.finish_reason else None,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from libs.structured.answer_grammar import answer_grammar
+from libs.structured.answer_grammar import OutputFormat, answer_grammar
 from libs.structured.grammar_check import CheckRequest
 from libs.structured.tool_grammar import CallableTool
 from libs.text.digest_cache import DigestCache, digest_of
@@ -50,6 +50,7 @@ class OutputConstraints:
             grammar=self._grammar(request, tools),
             awaits_calls=request.output is None and mode == "auto",
             thinking=isinstance(chat, ChatInput) and thinks(chat, self._card),
+            field=_field(request.output, tools),
         )
 
     def _grammar(self, request: GenerationRequest, tools: Sequence[CallableTool]) -> str:
@@ -101,6 +102,12 @@ def _callable_tools(request: GenerationRequest) -> list[CallableTool]:
             parameters = None
         tools.append(CallableTool(function["name"], parameters, f"tools[{index}].function.parameters"))
     return tools
+
+
+def _field(output: OutputFormat | None, tools: Sequence[CallableTool]) -> str:
+    """The first part of the request that makes the grammar."""
+    held = [tool.field for tool in tools if tool.parameters is not None]
+    return output.field if output is not None else (held or ["tools"])[0]
 
 
 def _is_compiled(request: GenerationRequest) -> bool:

@@ -319,6 +319,7 @@ def _write_constraint(
     into.grammar = constraint.grammar
     into.awaits_calls, into.thinking = constraint.awaits_calls, constraint.thinking
     into.forced.extend(forced)
+    into.field = constraint.field
 
 
 def _sampling(

@@ -119,6 +119,7 @@ class RemoteSequence:
             return  # the listener receives the failure, not the worker's answer to the abort
         tokens = np.frombuffer(delta.tokens, "<u4").tolist()
         has_rest = ends or bool(delta.logprobs or delta.prompt_logprobs) or delta.HasField("failure")
+        has_rest = has_rest or delta.is_closing
         if has_rest:  # before its tokens, which may be delivered at once
             delta.tokens = b""
             self._keep(delta)

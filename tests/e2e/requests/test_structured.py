@@ -119,6 +119,22 @@ def test_an_answer_without_bounds_is_whole_within_its_limit(cluster: LocalCluste
             assert stream.reply.finish_reason in ("length", "stop")
 
 
+def test_a_choice_is_the_models_own_wherever_it_fits(cluster: LocalCluster) -> None:
+    """`length` says that the limit changed the answer, also where the prefill worker changed its token."""
+    fixed: dict[str, Any] = {"temperature": 0, "messages": [{"role": "user", "content": "Is it open?"}]}
+    texts = ["Every item", "Every item has a warranty of 12 months."]
+    for choices in (["yes", "no"], ["no", "yes, we are open"], texts):
+        _, free = post(cluster, **fixed, guided_choice=choices)
+        n_tokens, own = free["usage"]["completion_tokens"], free["choices"][0]["message"]["content"]
+        for max_tokens in (3, n_tokens - 1, n_tokens):
+            _, answer = post(cluster, **fixed, guided_choice=choices, max_tokens=max_tokens)
+            (choice,) = answer["choices"]
+            assert choice["message"]["content"] in choices
+            is_own = max_tokens >= n_tokens
+            assert choice["finish_reason"] == ("stop" if is_own else "length"), (choices, max_tokens)
+            assert not is_own or choice["message"]["content"] == own
+
+
 def test_streams_choices_and_log_probabilities_keep_the_form(cluster: LocalCluster) -> None:
     """A streamed answer, each of several choices and gRPC's answer are the same text."""
     form: dict[str, Any] = {"response_format": OPENAI_FORM, "temperature": 1.2, "seed": 11}

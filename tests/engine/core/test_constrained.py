@@ -165,16 +165,23 @@ def test_a_grammar_with_too_costly_masks_fails_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(
         grammar_cache, "CLIENT_LIMITS", LLParserLimits(step_max_items=100, verbose_errors=False)
     )
-    constraints["costly"] = FACTORY.make(OutputConstraint(costly), ())
+    constraints["costly"] = FACTORY.make(OutputConstraint(costly, field="guided_grammar"), ())
     engine = make_engine()
     for name, constraint in constraints.items():
         engine.reserve(make_spec(name, range(1, 20), max_tokens=200, stop_token_ids=STOPS))
         engine.start(name, constraint=constraint)
     driven = drive(engine)
-    assert isinstance(driven.last["costly"].failure, InvalidArgument)
-    assert "Too many items" in str(driven.last["costly"].failure)
+    failure = driven.last["costly"].failure
+    assert isinstance(failure, InvalidArgument)
+    assert failure.field == "guided_grammar" and "Too many items" in failure.reason
     assert driven.last["plain"].failure is None
     assert driven.tokens["plain"] == run(OutputConstraint(GRAMMAR))
+
+
+def test_a_grammar_that_does_not_compile_names_the_clients_field() -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        FACTORY.make(OutputConstraint('{"grammars": []}', field="guided_regex"), ())
+    assert raised.value.field == "guided_regex"
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -199,6 +206,8 @@ def test_drafts_and_a_resumption_change_no_answer_near_its_limit(kind: str) -> N
         assert drafted.tokens["a"] == tokens
         assert drafted.last["a"].finish == plain.last["a"].finish
         n = len(tokens) // 2
-        resumed = replace(spec, emitted=tuple(tokens[:n]))
-        assert run_spec(FORMS[kind], resumed, ends=True).tokens["a"] == tokens[n:]
+        rules = replace(FORMS[kind], is_closing=any(o.is_closing for o in plain.outputs[:n]))
+        resumed = run_spec(rules, replace(spec, emitted=tuple(tokens[:n])), ends=True)
+        assert resumed.tokens["a"] == tokens[n:]
+        assert resumed.last["a"].finish == plain.last["a"].finish
     assert finishes == {"stop", "length"}

@@ -237,3 +237,14 @@ def test_a_form_that_the_answer_cannot_have_is_checked(constraints: OutputConstr
     made = constraints.make(request({**SCHEMA, "title": "unused"}))
     assert made is not None
     assert "unused" not in made.grammar
+
+
+def test_a_constraint_names_the_field_of_its_form(constraints: OutputConstraints) -> None:
+    """One grammar may come from several fields."""
+    for field in ("guided_regex", "structured_outputs.regex"):
+        made = constraints.make(GenerationRequest(chat(), output=OutputFormat("regex", "a|b", field)))
+        assert made is not None and made.field == field
+    strict = constraints.make(GenerationRequest(chat(tool("f"), tool("g", SCHEMA, strict=True))))
+    assert strict is not None and strict.field == "tools[1].function.parameters"
+    names = constraints.make(GenerationRequest(chat(tool("f"))))
+    assert names is not None and names.field == "tools"

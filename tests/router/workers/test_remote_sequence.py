@@ -164,6 +164,19 @@ async def test_a_paused_sequence_holds_tokens_up_to_a_bound_and_its_error_until_
         await reader.next()
 
 
+async def test_a_token_that_the_limit_has_changed_is_passed_on() -> None:
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        stream, reader = DecodeClient(channel, instance="a", batcher=TokenBatcher()), SequenceReader()
+        prompt = OutgoingPrompt(as_tokens([1, 2]), [], root=bytes(16), salt=b"", block_tokens=16)
+        sequence = stream.start(decode_pb2.StartSequence(ticket=b"t"), prompt, reader)
+        changed = decode_pb2.SequenceDelta(handle=sequence.handle, tokens=b"\2\0\0\0", is_closing=True)
+        stream.dispatch(decode_pb2.DecodeResponse(deltas=[changed]))
+        sequence.resume()
+        arrival = await reader.next()
+        assert arrival.tokens == [2] and arrival.rest is not None and arrival.rest.is_closing
+        await stream.close()
+
+
 async def test_a_false_worker_ends_a_sequence_with_plausible_statistics_once() -> None:
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
         stream, reader = DecodeClient(channel, instance="false", batcher=TokenBatcher()), SequenceReader()

@@ -22,7 +22,7 @@ from libs.worker.requests.request_spec import (
 )
 from slipstream.block_hashes import pack_hashes
 from slipstream.errors import FingerprintMismatch, InvalidArgument
-from slipstream.sampling import SAMPLING_DEFAULTS
+from slipstream.sampling import SAMPLING_DEFAULTS, OutputConstraint
 from slipstream.v1 import common_pb2
 
 ROOT = bytes(16)
@@ -154,6 +154,14 @@ def test_sampling_parameters_are_copied() -> None:
         0,
     )
     assert parse_sampling(common_pb2.SamplingParams(**GOOD)).logprobs is None
+
+
+def test_constraints_are_copied() -> None:
+    stated = common_pb2.OutputConstraint(grammar="{}", thinking=True, forced=[3], field="f", is_closing=True)
+    parsed = parse_sampling(common_pb2.SamplingParams(**GOOD, constraint=stated)).constraint
+    assert parsed == OutputConstraint("{}", thinking=True, forced=(3,), field="f", is_closing=True)
+    plain = parse_sampling(common_pb2.SamplingParams(**GOOD, constraint={"grammar": "{}"})).constraint
+    assert plain == OutputConstraint("{}", field="grammar")
 
 
 @pytest.mark.parametrize(

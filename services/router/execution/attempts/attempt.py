@@ -24,6 +24,7 @@ from services.router.execution.attempt_types import (
     WorkerFailed,
     WorkerPair,
     attempt_name,
+    delta_batch,
     failure_of,
     first_batch,
     note_prompt_start,
@@ -346,14 +347,11 @@ class WorkerAttempt:
             self.listener.on_batch(self, TokenBatch(tokens, cached=cached))
         elif (error := failure_of(rest)) is not None:
             if tokens:
-                self.listener.on_batch(self, TokenBatch(tokens, logprobs=rest.logprobs))
+                self.listener.on_batch(self, TokenBatch(tokens, rest.logprobs, is_closing=rest.is_closing))
             self._on_decode_failure(error)
         else:
-            finish = rest.finish_reason
-            self._is_over = bool(finish)
-            stats = rest.stats if finish else None
-            batch = TokenBatch(tokens, rest.logprobs, cached, finish=finish, stats=stats)
-            self.listener.on_batch(self, batch)
+            self._is_over = bool(rest.finish_reason)
+            self.listener.on_batch(self, delta_batch(tokens, rest, cached))
         if self.workers.decode.draining and not self._is_over:
             self._leave_if_draining()
 

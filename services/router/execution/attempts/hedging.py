@@ -15,7 +15,13 @@ from opentelemetry.trace import INVALID_SPAN, Span
 
 from libs.common.cluster.worker_record import Role
 from libs.common.telemetry import tracing
-from services.router.execution.attempt_types import FINISH_NONE, TokenBatch, WorkerFailed, capped
+from services.router.execution.attempt_types import (
+    FINISH_NONE,
+    TokenBatch,
+    WorkerFailed,
+    capped,
+    closing,
+)
 from services.router.execution.attempts.attempt import WorkerAttempt
 from services.router.execution.attempts.worker_selection import (
     choose_workers,
@@ -98,6 +104,8 @@ class HedgedAttempt:
         if self._winner is None:
             self._choose_winner(attempt)
         is_last = batch.finish != FINISH_NONE
+        if batch.is_closing:
+            self._state.spec = closing(self._state.spec)  # of later attempts
         self._state.deliver(batch.tokens, batch.logprobs, is_last=is_last)
         self._observe(assignment, batch)
         if is_last:

@@ -23,10 +23,11 @@ class Listener:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.failures: list[WorkerFailed] = []
-        self.leaves = False
+        self.leaves = self.is_closing = False
 
     def on_batch(self, attempt: WorkerAttempt, batch: TokenBatch) -> None:
         self.tokens += batch.tokens
+        self.is_closing |= batch.is_closing
 
     def on_prompt_logprobs(self, attempt: WorkerAttempt, pieces: Any) -> None:
         raise AssertionError("no prompt asks for its log probabilities")
@@ -121,8 +122,8 @@ class AttemptRig:
         opened = prefill_pb2.HandoffOpened(ticket=b"t")
         self.attempt.on_prefill_event(prefill_pb2.PrefillEvent(opened=opened))
 
-    def first_token(self) -> None:
-        first = prefill_pb2.FirstToken(token_id=5)
+    def first_token(self, *, is_closing: bool = False) -> None:
+        first = prefill_pb2.FirstToken(token_id=5, is_closing=is_closing)
         self.attempt.on_prefill_event(prefill_pb2.PrefillEvent(first_token=first))
 
 
@@ -194,6 +195,18 @@ async def test_decode_tokens_are_read_after_the_first_token_and_not_during_a_pau
     assert run.sequence.is_paused
     run.attempt.resume()
     assert not run.sequence.is_paused
+
+
+async def test_a_token_that_the_limit_has_changed_is_reported_by_both_workers() -> None:
+    run = AttemptRig(link(), link())
+    run.open()
+    run.first_token(is_closing=True)
+    assert run.listener.is_closing
+    run = AttemptRig(link())
+    run.attempt.on_tokens([8], None)
+    assert not run.listener.is_closing
+    run.attempt.on_tokens([9], decode_pb2.SequenceDelta(is_closing=True))
+    assert run.listener.is_closing
 
 
 async def test_a_first_token_without_a_handoff_fails_the_attempt() -> None:

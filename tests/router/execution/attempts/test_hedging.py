@@ -9,14 +9,16 @@ from typing import Any, cast
 import pytest
 from opentelemetry.trace import INVALID_SPAN
 
+from libs.common.block_hash import as_tokens
 from libs.common.cluster.worker_record import Role
-from services.router.execution.attempt_types import TokenBatch, WorkerFailed
+from services.router.execution.attempt_types import AttemptSpec, TokenBatch, WorkerFailed
 from services.router.execution.attempts.attempt import WorkerAttempt
 from services.router.execution.attempts.hedging import AttemptEnd, HedgedAttempt
 from services.router.execution.dispatcher import Assignment
 from services.router.execution.policies.context_room import ContextRoom
 from services.router.placement.types import PlacementDecision
 from services.router.recording.recorder import RequestRecorder
+from services.router.workers.prompt_delta import OutgoingPrompt
 from slipstream import errors
 from slipstream.v1 import common_pb2
 
@@ -99,8 +101,8 @@ class HedgedRig(HedgedAttempt):
             self.began.set()
         return cast(WorkerAttempt, self.attempts["hedge" if is_hedge else "first"])
 
-    def deliver(self, name: str, token: int, finish: Any = 0) -> None:
-        batch = TokenBatch([token], finish=finish)
+    def deliver(self, name: str, token: int, finish: Any = 0, *, is_closing: bool = False) -> None:
+        batch = TokenBatch([token], finish=finish, is_closing=is_closing)
         self.on_batch(cast(WorkerAttempt, self.attempts[name]), batch)
 
     def fail(self, name: str, *, crashed: bool = False) -> None:
@@ -231,3 +233,27 @@ async def test_no_hedge_starts_if_the_first_attempt_delivers_soon() -> None:
     hedged.fail("first")
     assert isinstance(await task, WorkerFailed)
     assert [attempt.released for attempt in hedged.attempts.values()] == [1, 0]
+
+
+@pytest.mark.parametrize("has_form", [True, False])
+async def test_later_attempts_know_that_the_limit_has_changed_a_token(has_form: bool) -> None:
+    rig, task = await begin()
+    constraint = common_pb2.OutputConstraint(grammar="{}") if has_form else None
+    rig.state.spec = AttemptSpec(
+        request_id="r",
+        epoch=1,
+        fingerprint=common_pb2.Fingerprint(),
+        prompt=OutgoingPrompt(as_tokens([1]), [], root=bytes(16), salt=b"", block_tokens=16),
+        sampling=common_pb2.SamplingParams(max_tokens=9, constraint=constraint),
+        store_generated=False,
+        deadline_s=None,
+    )
+    first = rig.state.spec.sampling
+    rig.deliver("first", 5)
+    assert rig.state.spec.sampling is first
+    rig.deliver("first", 6, is_closing=True)
+    assert rig.state.spec.sampling.constraint.is_closing == has_form
+    assert rig.state.spec.sampling.HasField("constraint") == has_form  # a false worker adds none
+    assert not first.constraint.is_closing
+    rig.deliver("first", 7, finish=LENGTH)
+    await task
