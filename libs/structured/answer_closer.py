@@ -9,6 +9,7 @@ worker continues the answer in the same way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from llguidance import LLMatcher
@@ -42,7 +43,6 @@ class AnswerCloser:
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self._finder = WayFinder(vocabulary)
-        self._end_token = min(vocabulary.end_ids)
         self.is_slow = False  # its masks take too long: it looks no more
         self._whole: WayOut | None = None  # the way from the grammar's first state
         self._has_begun = False
@@ -77,6 +77,11 @@ class AnswerCloser:
             return AnswerEnd(n_left, n_left - late)
         return self._look(matcher, guard, n_left)
 
+    def keeps_text(self, token: int, chosen: int, matcher: LLMatcher, drafts: Sequence[int]) -> bool:
+        """Whether after these drafts `chosen` would lead to the text of `token`, too, by more tokens."""
+        after = matcher.deep_copy()
+        return bool(after.consume_tokens(list(drafts))) and self._finder.keeps_text(token, chosen, after)
+
     def _look(self, matcher: LLMatcher, guard: KeyGuard | None, n_left: int) -> AnswerEnd:
         """The end by a new way, if it can be with room for the token that ends the answer."""
         way = self._find(matcher, guard, n_left - 1) or self._find(matcher, guard, n_left)
@@ -91,11 +96,9 @@ class AnswerCloser:
             return way._replace(tokens=tokens[1:])
         first = max(0, len(tokens) - most)
         for begin in range(first, min(len(tokens) + 1, first + _MAX_RESTS)):
-            rest = [*tokens[begin:], self._end_token]
-            if matcher.validate_tokens(rest) == len(rest) and (
-                guard is None or guard.count_allowed(rest[:-1]) == len(rest) - 1
-            ):
-                return way._replace(tokens=tokens[begin:])
+            rest = tokens[begin:]
+            if self._finder.count_valid(rest, matcher, guard) > len(rest):
+                return way._replace(tokens=rest)
         return None
 
     def _find(self, matcher: LLMatcher, guard: KeyGuard | None, most: int) -> WayOut | None:

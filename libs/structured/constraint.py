@@ -119,8 +119,11 @@ class GrammarConstraint:
         end = foreseen[-1][1] if foreseen else self._end
         if end is None or end.way is None:
             return ()
-        self._replaced_at = self._n_taken + len(drafts)
-        return end.way.tokens[:1] or self._vocabulary.end_ids
+        others = end.way.tokens[:1]
+        assert self._closer is not None
+        if not (others and self._closer.keeps_text(others[0], token, self.matcher, drafts)):
+            self._replaced_at = self._n_taken + len(drafts)
+        return others or self._vocabulary.end_ids
 
     def needs_mask(self, drafts: Sequence[int]) -> bool:
         """Whether the grammar holds the next token or one after a draft; free text has no masks."""

@@ -23,6 +23,7 @@ _MAX_MASKS = 128
 # A search takes at most so many masks of few tokens, 0.05 ms each. One of a free text counts as several.
 _MAX_SEARCHED, _FREE_COST = 256, 8
 _MAX_FREE_TOKENS = 12
+_BYTES = 4  # of a token, about
 _MAX_LOOK_S = 0.1
 # A mask with more tokens is that of a free text.
 _MAX_NARROW_TOKENS = 64
@@ -37,7 +38,7 @@ _ENDINGS = (b'a"', b'0"', b'.aa"', b'@a.aa"', b' a"', b'-a"', b'/a"', b'.com"', 
 _CONTINUING = (
     bytes(byte for byte in string.punctuation.encode() if byte not in b"\\[{"),
     string.digits.encode(),
-    string.ascii_letters.encode(),
+    b"t" + string.ascii_letters.encode(),  # `true` takes fewer tokens than `false`
     range(128, 256),
     b"\\",
     b"[{",
@@ -58,12 +59,16 @@ class WayFinder:
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self._n_words = -(-vocabulary.size // 32)
-        self._bytes_of = vocabulary.tokens.of
+        self._tokens = vocabulary.tokens
+        self._end_token = min(vocabulary.end_ids)
+        self._byte_ids = vocabulary.byte_ids
         self._ends, self._structure = vocabulary.end_ids, vocabulary.structure_ids
         self._text, self._closing_text, self._closing, *self._continuing = (
             [vocabulary.byte_ids[byte] for byte in group if byte in vocabulary.byte_ids]
             for group in (_OF_TEXT, b'"', b'}]",:', *_CONTINUING)
         )
+        self._digits = [vocabulary.byte_ids[byte] for byte in b"0123456789" if byte in vocabulary.byte_ids]
+        self._minus = [vocabulary.byte_ids[byte] for byte in b"-" if byte in vocabulary.byte_ids]
         self._endings = [[vocabulary.byte_ids[byte] for byte in ending] for ending in _ENDINGS]
 
     def find(self, matcher: LLMatcher, guard: KeyGuard | None, most: int) -> WayOut | None:
@@ -76,14 +81,52 @@ class WayFinder:
         place = guard.place if guard is not None else None
         until_s = time.thread_time() + _MAX_LOOK_S
         try:
-            found, is_free = self._by_rules(matcher.deep_copy(), guard, most, until_s)
+            found, is_free = self._by_rules(matcher.deep_copy(), guard, _BYTES * most + _BYTES, until_s)
         finally:
             if guard is not None and place is not None:
                 guard.place = place
+        if found is not None and len(found.tokens) > most:
+            found = self._packed(found, matcher, guard, most)
         # A search would need the guard's state of each node, and finds nothing beyond a few free tokens.
         if found is not None or guard is not None or (is_free and most > _MAX_FREE_TOKENS):
             return found
         return self._shortest(matcher, most, until_s)
+
+    def keeps_text(self, token: int, chosen: int, matcher: LLMatcher) -> bool:
+        """Whether after `chosen` no other text than the rest of that of `token` may follow.
+
+        Also where the text of `token` is the only one in any case. The state of the grammar changes.
+        """
+        text, own = self._tokens.of(token) or b"", self._tokens.of(chosen)
+        if own and text.startswith(own) and matcher.consume_token(chosen):
+            text = text[len(own) :]
+        for byte in text:
+            mask = self._mask(matcher, None)
+            if _count(mask) > _MAX_NARROW_TOKENS:
+                return False
+            others = (self._tokens.of(other) for other in _all(mask))
+            if any(raw is None or raw[0] != byte for raw in others):
+                return False
+            if byte not in self._byte_ids or not matcher.consume_token(self._byte_ids[byte]):
+                return False
+        return True
+
+    def _packed(self, way: WayOut, matcher: LLMatcher, guard: KeyGuard | None, most: int) -> WayOut | None:
+        """The same text in fewer tokens. Rules of thumb take many tokens of one byte."""
+        text = b"".join(self._tokens.of(token) or b"" for token in way.tokens)
+        try:
+            packed = self._tokens.encode(text.decode())
+        except UnicodeDecodeError:  # the way begins amid a character
+            return None
+        if len(packed) > most or self.count_valid(packed, matcher, guard) <= len(packed):
+            return None
+        return way._replace(tokens=tuple(packed))
+
+    def count_valid(self, tokens: Sequence[int], matcher: LLMatcher, guard: KeyGuard | None) -> int:
+        """How many of the tokens may follow; one more where the answer may end after all of them."""
+        if guard is not None and (n := guard.count_allowed(tokens)) < len(tokens):
+            return n
+        return int(matcher.validate_tokens([*tokens, self._end_token]))
 
     def _by_rules(
         self, matcher: LLMatcher, guard: KeyGuard | None, most: int, until_s: float
@@ -130,7 +173,7 @@ class WayFinder:
                 is_narrow = is_narrow and not is_free
                 n_searched += _FREE_COST if is_free else 1
                 for token in self._going_on(state, mask, way, is_free=is_free) if n_left else ():
-                    raw = self._bytes_of(token)
+                    raw = self._tokens.of(token)
                     if raw is not None and text + raw not in seen:  # a control token begins a call
                         seen.add(text + raw)
                         following.append((state, (*way, token), text + raw))
@@ -141,8 +184,7 @@ class WayFinder:
         """The tokens that a search follows."""
         if is_free:
             return [*self._best(matcher, mask, way)[:1], *_allowed(mask, self._structure)]
-        found: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
-        return found
+        return _all(mask)
 
     def _mask(self, matcher: LLMatcher, guard: KeyGuard | None) -> _Mask:
         row = np.zeros(self._n_words, dtype=np.int32)
@@ -159,7 +201,8 @@ class WayFinder:
         for ending in self._endings if is_text else ():
             if matcher.validate_tokens(ending) == len(ending):
                 return ending
-        for group in self._continuing:
+        begins_number = (not way or way[-1] not in self._digits) and any(_allowed(mask, self._minus))
+        for group in (self._digits, *self._continuing) if begins_number else self._continuing:
             if found := list(_allowed(mask, group)):
                 return [min(found, key=way.count)]
         return _first(mask)
@@ -167,6 +210,11 @@ class WayFinder:
 
 def _allowed(mask: _Mask, tokens: Iterable[int]) -> Iterator[int]:
     return (token for token in tokens if mask[token // 32] >> np.uint32(token % 32) & 1)
+
+
+def _all(mask: _Mask) -> list[int]:
+    found: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    return found
 
 
 def _count(mask: _Mask) -> int:

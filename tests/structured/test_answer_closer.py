@@ -226,3 +226,34 @@ def test_a_choice_is_whole_and_the_models_own_wherever_it_fits(
             assert tokens == free and not constraint.is_closing
         else:
             assert constraint.is_closing or not has_end or len(tokens) < len(free)
+
+
+@pytest.mark.parametrize(
+    ("output", "max_tokens", "wishes", "text", "is_closing"),
+    [
+        (OutputFormat("json_schema", {"type": "boolean"}), 3, ["t"], "true", False),
+        (OutputFormat("json_schema", {"type": "boolean"}), 3, ["f"], "true", True),
+        (OutputFormat("choice", ["yes", "no"]), 3, ["y"], "yes", False),
+        (OutputFormat("choice", ["yes", "no"]), 2, ["y"], "no", True),
+        (OutputFormat("choice", ["Every", "Every item has"]), 3, ["Every", " item"], "Every", True),
+    ],
+)
+def test_an_answer_closes_only_where_its_text_is_not_the_models(
+    output: OutputFormat,
+    max_tokens: int,
+    wishes: list[str],
+    text: str,
+    is_closing: bool,
+    vocabulary: GrammarVocabulary,
+    tokenizer: Tokenizer,
+) -> None:
+    """Fewer tokens for the text that the model has begun change nothing."""
+    tokens: list[int] = []
+    constraint = state(output, vocabulary, max_tokens)
+    while constraint.phase is not Phase.ENDED:
+        [allowed] = allowed_rows(constraint, vocabulary)
+        wish = tokenizer.encode_text(wishes[len(tokens)])[0] if len(tokens) < len(wishes) else allowed[0]
+        tokens.append(settled(constraint, wish))
+        constraint.advance(tokens[-1:])
+    assert (tokenizer.decode(tokens), constraint.is_closing) == (text, is_closing)
+    assert len(tokens) <= max_tokens
