@@ -21,7 +21,7 @@ from libs.structured.vocabulary import GrammarVocabulary
 # A step of the engine waits for a look: 0.1 ms a mask. Answers of a grammar with slow masks may be cut.
 _MAX_MASKS = 128
 # A search takes at most so many masks of few tokens, 0.05 ms each. One of a free text counts as several.
-_MAX_SEARCHED, _FREE_COST = 256, 8
+_MAX_SEARCHED, _FREE_COST = 128, 8
 _MAX_FREE_TOKENS = 12
 _BYTES = 4  # of a token, about
 _MAX_LOOK_S = 0.1
@@ -112,7 +112,7 @@ class WayFinder:
         return True
 
     def _packed(self, way: WayOut, matcher: LLMatcher, guard: KeyGuard | None, most: int) -> WayOut | None:
-        """The same text in fewer tokens. Rules of thumb take many tokens of one byte."""
+        """A way with the text of `way` in fewer tokens. Rules of thumb take many tokens of one byte."""
         text = b"".join(self._tokens.of(token) or b"" for token in way.tokens)
         try:
             packed = self._tokens.encode(text.decode())
