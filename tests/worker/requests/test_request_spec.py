@@ -160,7 +160,8 @@ def test_constraints_are_copied() -> None:
     stated = common_pb2.OutputConstraint(grammar="{}", thinking=True, forced=[3], field="f", is_closing=True)
     parsed = parse_sampling(common_pb2.SamplingParams(**GOOD, constraint=stated)).constraint
     assert parsed == OutputConstraint("{}", thinking=True, forced=(3,), field="f", is_closing=True)
-    plain = parse_sampling(common_pb2.SamplingParams(**GOOD, constraint={"grammar": "{}"})).constraint
+    bare = common_pb2.OutputConstraint(grammar="{}")
+    plain = parse_sampling(common_pb2.SamplingParams(**GOOD, constraint=bare)).constraint
     assert plain == OutputConstraint("{}", field="grammar")
 
 
