@@ -21,7 +21,7 @@ from libs.structured.vocabulary import GrammarVocabulary
 # A step of the engine waits for a look: 0.1 ms a mask. Answers of a grammar with slow masks may be cut.
 _MAX_MASKS = 128
 # A search takes at most so many masks of few tokens, 0.05 ms each. One of a free text counts as several.
-_MAX_SEARCHED, _FREE_COST = 128, 8
+_MAX_SEARCHED, _FREE_COST = 24, 8
 _MAX_FREE_TOKENS = 12
 _BYTES = 4  # of a token, about
 _MAX_LOOK_S = 0.1
@@ -213,7 +213,10 @@ def _allowed(mask: _Mask, tokens: Iterable[int]) -> Iterator[int]:
 
 
 def _all(mask: _Mask) -> list[int]:
-    found: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    words = np.flatnonzero(mask)  # few of a large vocabulary
+    bits = np.unpackbits(mask[words].view(np.uint8), bitorder="little").reshape(-1, 32)
+    rows, places = np.nonzero(bits)
+    found: list[int] = (32 * words[rows] + places).tolist()
     return found
 
 
