@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import TypeVar
 
 from libs.common import service_bounds
@@ -68,6 +69,7 @@ class RequestManager:
         self._releasing: dict[RunningRequest, tuple[tuple[str, str], asyncio.Task[None]]] = {}
         self._unread_timer: asyncio.TimerHandle | None = None  # while requests run
         self._draining = False
+        self._numbers = count()
 
     @property
     def held(self) -> int:
@@ -115,7 +117,7 @@ class RequestManager:
             run = await self._admit(request, caller, constraint, counts_prompt=not is_checked)
         except errors.SlipstreamError as refusal:
             self.context.counters.add("slipstream_requests_refused_total")
-            if isinstance(refusal, errors.Overloaded):
+            if isinstance(refusal, errors.Overloaded | errors.DeadlineExceeded):
                 await self._check_length(request, caller, n_bytes)
             raise
         self._start(run, request, caller, began_s)
@@ -340,7 +342,8 @@ class RequestManager:
         prefill_tokens, context_tokens = self.gate.estimate(chars)
         assert caller.deadline_s is not None
         return AdmissionRequest(
-            key=f"{request_id}@{caller.tenant}",
+            # The number, for the id may be used again before the workers have released this request.
+            key=f"{request_id}@{caller.tenant}#{next(self._numbers)}",
             tenant=caller.tenant,
             priority=Priority.JOB if caller.is_job else priority_of(request.priority or caller.priority),
             prefill_tokens=prefill_tokens,

@@ -24,7 +24,7 @@ from services.router.admission.types import (
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.async_client import AsyncClient
-from slipstream.errors import DeadlineExceeded
+from slipstream.errors import ContextExceeded, DeadlineExceeded
 from tests.router.conftest import eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
 
@@ -161,6 +161,10 @@ async def test_a_limit_that_no_idle_cluster_meets_is_refused_as_such_beside_othe
             assert message.startswith("the time limit leaves ") and "the prompt takes about 10" in message
             with pytest.raises(DeadlineExceeded, match="on an idle cluster"):
                 await client.chat(LONG, timeout_s=3.0)
+            # A prompt that no time limit helps is refused for its length.
+            overlong = [{"role": "user", "content": "Where is my order? " * card.model_context_tokens}]
+            with pytest.raises(ContextExceeded):
+                await client.chat(overlong, timeout_s=3.0)
             # With a limit near the estimate others may be the cause.
             status, headers, message = await _ask(router, 9_000)
             assert (status, message) == (429, BUSY_MESSAGE)

@@ -35,6 +35,7 @@ async def test_the_id_of_an_answered_request_is_free_while_a_worker_releases_it(
     again = await client.chat(HELLO, request_id="r-3", max_tokens=1)
     assert again.text == first.text
     assert router.manager.held == 2 and not router.manager._runs
+    assert router.manager.gate.controller.running == 2
     aborted = asyncio.create_task(client.abort("r-3"))
     await asyncio.wait({aborted}, timeout=0.2)
     assert not aborted.done()
@@ -43,6 +44,8 @@ async def test_the_id_of_an_answered_request_is_free_while_a_worker_releases_it(
     async with asyncio.timeout(WAIT_S):
         await aborted
     assert not router.manager.held and not cluster.held
+    assert router.manager.gate.controller.running == 0
+    assert not router.manager.gate.controller._reserve._running
 
 
 async def test_abort_of_an_unknown_id_is_fine(client: AsyncClient) -> None:
