@@ -152,11 +152,15 @@ class DraftControl:
         rest, self._rest = self._rest, None
         if rest is None or self.gate is None:
             return
+        n_steps = rest.n_steps - rest.left_steps
+        for sequence in self._running.values():
+            # A plain step gives each one. That of the last step comes with its `end`.
+            sequence.tokens += n_steps - (rest.left_steps == 0)
         self.gate.record_rest(
             rest.n_sequences,
             rest.context_tokens,
             elapsed_ms=self.clock_ms() - rest.began_ms,
-            n_steps=rest.n_steps - rest.left_steps,
+            n_steps=n_steps,
         )
         # A step that rests may be running: its time counts neither as one that began nor from the last end.
         self._begun, self._ended_ms = None, None
