@@ -7,6 +7,7 @@ before a tool call are free: such a state costs no mask. The grammar holds the r
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -76,6 +77,7 @@ class GrammarConstraint:
         self._end = self._begun(max_tokens + len(rules.forced))
         self._foreseen: list[tuple[int, AnswerEnd]] = []  # the next tokens, each with the end after it
         self._n_taken, self._replaced_at = 0, -1
+        self._look_s = 0.0
         self.advance(rules.forced)
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -195,14 +197,33 @@ class GrammarConstraint:
         if foreseen is not None and foreseen[0] == token:
             return foreseen[1]
         self._foreseen.clear()
-        end, closer = self._end, self._closer
-        if end is None or closer is None or token in self._call_begins:
+        end = self._end
+        if end is None or self._closer is None or token in self._call_begins:
             return None
         if self.phase is not Phase.CONSTRAINED or self.failure:
             return end._replace(n_left=end.n_left - 1, way=None)
         if before is not Phase.CONSTRAINED:
             return self._begun(end.n_left - 1)
-        return closer.after(end, token, self.matcher, self.guard) or unplanned(end.n_left - 1)
+        return self._after(end, token) or unplanned(end.n_left - 1)
+
+    def _after(self, end: AnswerEnd, token: int) -> AnswerEnd | None:
+        """See `AnswerCloser.after`."""
+        assert self._closer is not None
+        began_s = time.thread_time()
+        try:
+            return self._closer.after(end, token, self.matcher, self.guard)
+        finally:
+            self._look_s += time.thread_time() - began_s
+
+    def take_look_s(self) -> float:
+        """The CPU time of looks for the end since the last call."""
+        look_s, self._look_s = self._look_s, 0.0
+        return look_s
+
+    def stop_looking(self) -> None:
+        """Look for the end no more, nor in other answers of the grammar: they may be cut at their limit."""
+        if self._closer is not None:
+            self._closer.is_slow = True
 
     def _count_constrained(self, tokens: Sequence[int]) -> int:
         """How many leading tokens the grammar and the end allow."""
@@ -224,8 +245,7 @@ class GrammarConstraint:
 
         The last of them may have an end that is far. The state does not change.
         """
-        end, closer, known = self._end, self._closer, self._foreseen
-        assert closer is not None
+        end, known = self._end, self._foreseen
         place = self.guard.place if self.guard is not None else None
         self._foreseen, n_taken = [], 0
         for at, token in enumerate(tokens):
@@ -237,7 +257,7 @@ class GrammarConstraint:
             if self.guard is not None and not self.guard.consume(token):
                 break
             is_known = known[at : at + 1] and known[at][0] == token
-            end = known[at][1] if is_known else closer.after(end, token, self.matcher, self.guard)
+            end = known[at][1] if is_known else self._after(end, token)
             known = known if is_known else []
             if end is None:
                 break

@@ -1,7 +1,8 @@
 """Computes the masks of all constrained rows of a step, in parallel and without the interpreter's lock.
 
 The masks of an ambiguous grammar take longer with each token, up to seconds. All sequences of a worker wait
-for them. So a step's masks have a limit of time, and the costliest sequences beyond it fail.
+for them. So a step's masks have a limit of time, and the costliest sequences beyond it fail. The looks for
+the end of answers since the last step have the same limit; beyond it the costliest answers may be cut.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ class GrammarMasks:
 
         Returns for each row None, or the tokens that it may not sample when it needs no mask.
         """
+        looks_s = [constraint.take_look_s() for constraint, _ in work]
+        for number in costliest(looks_s, self._limit_s):
+            work[number][0].stop_looking()
         began_s = self._now_s()
         if self._n_measured:
             self._n_measured -= 1

@@ -257,3 +257,19 @@ def test_an_answer_closes_only_where_its_text_is_not_the_models(
         constraint.advance(tokens[-1:])
     assert (tokenizer.decode(tokens), constraint.is_closing) == (text, is_closing)
     assert len(tokens) <= max_tokens
+
+
+def test_answers_whose_looks_take_a_step_too_long_look_no_more(vocabulary: GrammarVocabulary) -> None:
+    def begun() -> GrammarConstraint:
+        constraint = state(OutputFormat("json_schema", PERSON), vocabulary, 40)
+        for _ in range(4):  # each takes the model off the way that is known
+            allowed = allowed_rows(constraint, vocabulary)[0]
+            constraint.advance([max(allowed)])
+        return constraint
+
+    masks = np.zeros((1, -(-vocabulary.size // 32)), dtype=np.int32)
+    for limit_s, is_slow in ((10.0, False), (0.0, True)):
+        constraint = begun()
+        GrammarMasks(1, limit_s=limit_s).fill([(constraint, ())], masks)
+        assert constraint._closer is not None and constraint._closer.is_slow is is_slow
+        assert constraint.take_look_s() == 0.0
