@@ -284,7 +284,8 @@ class PagedEngine:
             self._sequences.values(),
             pinned_pages=len(self._pins),
             pages_awaited=self._awaited(),
-            launched_pages=self._ahead.count_pages() if self._ahead is not None else 0,
+            launched_pages=self._shared.count_pages()
+            + (self._ahead.count_pages() if self._ahead is not None else 0),
             steps_aborted=self._step_abort.n_aborted,
         )
 

@@ -33,6 +33,11 @@ class SharedBlocks:
         self._unlocked = unlocked
         self._block_tokens = info.block_tokens
         self._enabled = enabled
+        self._copying: list[int] = []  # pages that are read now
+
+    def count_pages(self) -> int:
+        """Pages that a copy alone holds: the sequences that had them are released."""
+        return sum(self._blocks.references(page) == 1 for page in self._copying)
 
     def copy_new(self, prefilling: Sequence[EngineSequence]) -> dict[str, int]:
         """Copy the blocks that became findable since the last call; returns the tokens saved per sequence.
@@ -65,10 +70,12 @@ class SharedBlocks:
         if not found:
             return 0
         self._blocks.acquire(found)
+        self._copying = found
         try:
             with self._unlocked():
                 self._copies.copy(zip(found, sequence.pages[first:], strict=False))
         finally:
+            self._copying = []
             self._blocks.release(found)  # marks them as recently used, so that they are not evicted next
         before = sequence.n_computed
         sequence.n_computed = (first + len(found)) * self._block_tokens

@@ -167,7 +167,7 @@ class EngineLedger:
     prefill_tokens_waiting: int = 0  # prompt tokens of started sequences that are not computed yet
     decode_context_tokens: int = 0
     pages_awaited: int = 0  # pages that decoding sequences wait for
-    launched_pages: int = 0  # held for rows that were launched, of sequences that are released since
+    launched_pages: int = 0  # held for launched rows and copies, of sequences that are released since
     steps_aborted: int = field(default=0, compare=False)  # since the start; see `Engine.abandon`
 
     @property

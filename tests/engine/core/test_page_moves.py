@@ -150,3 +150,23 @@ def test_a_release_does_not_wait_for_copies_of_a_shared_prefix(
     engine.release("other")
     check_accounting(engine)
     assert engine.ledger().pages_held == 0
+
+
+def test_pages_that_a_copy_alone_holds_are_accounted_for(
+    engine: PagedEngine, moves: HeldMoves, on_thread: Begin
+) -> None:
+    """Both sequences leave while the blocks of `source` are copied for `reader`."""
+    engine.reserve(make_spec("source", PROMPT))
+    engine.reserve(make_spec("reader", PROMPT))
+    engine.start("source")
+    engine.step()
+    engine.start("reader")
+    stepped = on_thread(engine.step)
+    for seq_id in ("source", "reader"):
+        released_meanwhile(engine, seq_id)
+    ledger = engine.ledger()
+    assert ledger.pages_held == ledger.launched_pages == 4
+    moves.go.set()
+    stepped.result(WAIT_S)
+    assert engine.ledger().pages_held == 0
+    check_accounting(engine)
