@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from slipstream.v1 import common_pb2 as slipstream_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aslipstream/v1/worker.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"\x12\n\x10GetStatusRequest\"\xec\x03\n\x11GetStatusResponse\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.slipstream.v1.WorkerRole\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12/\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x1a.slipstream.v1.Fingerprint\x12+\n\ttransport\x18\x05 \x01(\x0e\x32\x18.slipstream.v1.Transport\x12\'\n\x04load\x18\x06 \x01(\x0b\x32\x19.slipstream.v1.LoadReport\x12%\n\x06ledger\x18\x07 \x01(\x0b\x32\x15.slipstream.v1.Ledger\x12\x11\n\tuptime_ms\x18\x08 \x01(\x04\x12\x11\n\trss_bytes\x18\t \x01(\x04\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12@\n\x08\x63ounters\x18\x0b \x03(\x0b\x32..slipstream.v1.GetStatusResponse.CountersEntry\x12.\n\tevictions\x18\x0c \x03(\x0b\x32\x1b.slipstream.v1.TierEviction\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"g\n\x0cTierEviction\x12&\n\x04tier\x18\x01 \x01(\x0e\x32\x18.slipstream.v1.CacheTier\x12/\n\x08policies\x18\x02 \x03(\x0e\x32\x1d.slipstream.v1.EvictionPolicy\"\xd3\x05\n\nLoadReport\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x18\n\x10requests_running\x18\x02 \x01(\r\x12\x18\n\x10requests_waiting\x18\x03 \x01(\r\x12 \n\x18prefill_tokens_in_flight\x18\x04 \x01(\x04\x12\x1f\n\x17\x64\x65\x63ode_tokens_in_flight\x18\x05 \x01(\x04\x12\x13\n\x0b\x62locks_free\x18\x06 \x01(\x04\x12\x15\n\rblocks_cached\x18\x07 \x01(\x04\x12\x13\n\x0b\x62locks_held\x18\x08 \x01(\x04\x12\x1c\n\x14prefill_tokens_per_s\x18\t \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_step_ms\x18\n \x01(\x01\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x12\n\nbusy_share\x18\x0c \x01(\x01\x12\x18\n\x10\x64rafts_due_per_s\x18\r \x01(\x01\x12\x1b\n\x13\x64rafts_missed_per_s\x18\x0e \x01(\x01\x12\"\n\x1a\x65victed_wanted_bytes_per_s\x18\x0f \x01(\x01\x12\x1b\n\x13\x65vent_loop_delay_ms\x18\x10 \x01(\x01\x12\x19\n\x11requests_unplaced\x18\x11 \x01(\r\x12\x10\n\x08handoffs\x18\x12 \x01(\r\x12\x1b\n\x13prompt_tokens_per_s\x18\x13 \x01(\x01\x12\x1e\n\x16generated_tokens_per_s\x18\x14 \x01(\x01\x12\x16\n\x0erequests_per_s\x18\x15 \x01(\x01\x12\x14\n\x0cjobs_waiting\x18\x16 \x01(\r\x12\x14\n\x0cjobs_running\x18\x17 \x01(\r\x12\x14\n\x0cjobs_allowed\x18\x18 \x01(\r\x12\x1f\n\x17requests_waiting_decode\x18\x19 \x01(\r\x12\x18\n\x10requests_allowed\x18\x1a \x01(\r\x12\x19\n\x11requests_admitted\x18\x1b \x01(\r\x12\r\n\x05ready\x18\x1c \x01(\x08\"\xa1\x01\n\x06Ledger\x12\x11\n\tsequences\x18\x01 \x01(\x04\x12\x13\n\x0b\x62locks_held\x18\x02 \x01(\x04\x12\x10\n\x08handoffs\x18\x03 \x01(\x04\x12\x0c\n\x04pins\x18\x04 \x01(\x04\x12\x14\n\x0creservations\x18\x05 \x01(\x04\x12\x11\n\ttransfers\x18\x06 \x01(\x04\x12\x0f\n\x07streams\x18\x07 \x01(\x04\x12\x15\n\rblocks_leaked\x18\x08 \x01(\x04\"+\n\x10WatchLoadRequest\x12\x17\n\x0fmin_interval_ms\x18\x01 \x01(\r\"<\n\x11WatchLoadResponse\x12\'\n\x04load\x18\x01 \x01(\x0b\x32\x19.slipstream.v1.LoadReport\"\x1c\n\x0c\x44rainRequest\x12\x0c\n\x04\x65xit\x18\x01 \x01(\x08\"6\n\rDrainResponse\x12%\n\x06ledger\x18\x01 \x01(\x0b\x32\x15.slipstream.v1.Ledger\"\x10\n\x0eUndrainRequest\"\x11\n\x0fUndrainResponse*\xc5\x01\n\x0e\x45victionPolicy\x12\x1f\n\x1b\x45VICTION_POLICY_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45VICTION_POLICY_LRU\x10\x01\x12\x17\n\x13\x45VICTION_POLICY_ARC\x10\x02\x12\x1b\n\x17\x45VICTION_POLICY_S3_FIFO\x10\x03\x12\x1f\n\x1b\x45VICTION_POLICY_HIT_DENSITY\x10\x04\x12\"\n\x1e\x45VICTION_POLICY_EXPECTED_REUSE\x10\x05\x32\xbf\x02\n\rWorkerService\x12N\n\tGetStatus\x12\x1f.slipstream.v1.GetStatusRequest\x1a .slipstream.v1.GetStatusResponse\x12P\n\tWatchLoad\x12\x1f.slipstream.v1.WatchLoadRequest\x1a .slipstream.v1.WatchLoadResponse0\x01\x12\x42\n\x05\x44rain\x12\x1b.slipstream.v1.DrainRequest\x1a\x1c.slipstream.v1.DrainResponse\x12H\n\x07Undrain\x12\x1d.slipstream.v1.UndrainRequest\x1a\x1e.slipstream.v1.UndrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aslipstream/v1/worker.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"\x12\n\x10GetStatusRequest\"\xec\x03\n\x11GetStatusResponse\x12\'\n\x04role\x18\x01 \x01(\x0e\x32\x19.slipstream.v1.WorkerRole\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12/\n\x0b\x66ingerprint\x18\x04 \x01(\x0b\x32\x1a.slipstream.v1.Fingerprint\x12+\n\ttransport\x18\x05 \x01(\x0e\x32\x18.slipstream.v1.Transport\x12\'\n\x04load\x18\x06 \x01(\x0b\x32\x19.slipstream.v1.LoadReport\x12%\n\x06ledger\x18\x07 \x01(\x0b\x32\x15.slipstream.v1.Ledger\x12\x11\n\tuptime_ms\x18\x08 \x01(\x04\x12\x11\n\trss_bytes\x18\t \x01(\x04\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12@\n\x08\x63ounters\x18\x0b \x03(\x0b\x32..slipstream.v1.GetStatusResponse.CountersEntry\x12.\n\tevictions\x18\x0c \x03(\x0b\x32\x1b.slipstream.v1.TierEviction\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"g\n\x0cTierEviction\x12&\n\x04tier\x18\x01 \x01(\x0e\x32\x18.slipstream.v1.CacheTier\x12/\n\x08policies\x18\x02 \x03(\x0e\x32\x1d.slipstream.v1.EvictionPolicy\"\xe2\x05\n\nLoadReport\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x18\n\x10requests_running\x18\x02 \x01(\r\x12\x18\n\x10requests_waiting\x18\x03 \x01(\r\x12 \n\x18prefill_tokens_in_flight\x18\x04 \x01(\x04\x12\x1f\n\x17\x64\x65\x63ode_tokens_in_flight\x18\x05 \x01(\x04\x12\x13\n\x0b\x62locks_free\x18\x06 \x01(\x04\x12\x15\n\rblocks_cached\x18\x07 \x01(\x04\x12\x13\n\x0b\x62locks_held\x18\x08 \x01(\x04\x12\x1c\n\x14prefill_tokens_per_s\x18\t \x01(\x01\x12\x16\n\x0e\x64\x65\x63ode_step_ms\x18\n \x01(\x01\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x12\n\nbusy_share\x18\x0c \x01(\x01\x12\x18\n\x10\x64rafts_due_per_s\x18\r \x01(\x01\x12\x1b\n\x13\x64rafts_missed_per_s\x18\x0e \x01(\x01\x12\"\n\x1a\x65victed_wanted_bytes_per_s\x18\x0f \x01(\x01\x12\x1b\n\x13\x65vent_loop_delay_ms\x18\x10 \x01(\x01\x12\x19\n\x11requests_unplaced\x18\x11 \x01(\r\x12\x10\n\x08handoffs\x18\x12 \x01(\r\x12\x1b\n\x13prompt_tokens_per_s\x18\x13 \x01(\x01\x12\x1e\n\x16generated_tokens_per_s\x18\x14 \x01(\x01\x12\x16\n\x0erequests_per_s\x18\x15 \x01(\x01\x12\x14\n\x0cjobs_waiting\x18\x16 \x01(\r\x12\x14\n\x0cjobs_running\x18\x17 \x01(\r\x12\x14\n\x0cjobs_allowed\x18\x18 \x01(\r\x12\x1f\n\x17requests_waiting_decode\x18\x19 \x01(\r\x12\x18\n\x10requests_allowed\x18\x1a \x01(\r\x12\x19\n\x11requests_admitted\x18\x1b \x01(\r\x12\x12\n\x05ready\x18\x1c \x01(\x08H\x00\x88\x01\x01\x42\x08\n\x06_ready\"\xa1\x01\n\x06Ledger\x12\x11\n\tsequences\x18\x01 \x01(\x04\x12\x13\n\x0b\x62locks_held\x18\x02 \x01(\x04\x12\x10\n\x08handoffs\x18\x03 \x01(\x04\x12\x0c\n\x04pins\x18\x04 \x01(\x04\x12\x14\n\x0creservations\x18\x05 \x01(\x04\x12\x11\n\ttransfers\x18\x06 \x01(\x04\x12\x0f\n\x07streams\x18\x07 \x01(\x04\x12\x15\n\rblocks_leaked\x18\x08 \x01(\x04\"+\n\x10WatchLoadRequest\x12\x17\n\x0fmin_interval_ms\x18\x01 \x01(\r\"<\n\x11WatchLoadResponse\x12\'\n\x04load\x18\x01 \x01(\x0b\x32\x19.slipstream.v1.LoadReport\"\x1c\n\x0c\x44rainRequest\x12\x0c\n\x04\x65xit\x18\x01 \x01(\x08\"6\n\rDrainResponse\x12%\n\x06ledger\x18\x01 \x01(\x0b\x32\x15.slipstream.v1.Ledger\"\x10\n\x0eUndrainRequest\"\x11\n\x0fUndrainResponse*\xc5\x01\n\x0e\x45victionPolicy\x12\x1f\n\x1b\x45VICTION_POLICY_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45VICTION_POLICY_LRU\x10\x01\x12\x17\n\x13\x45VICTION_POLICY_ARC\x10\x02\x12\x1b\n\x17\x45VICTION_POLICY_S3_FIFO\x10\x03\x12\x1f\n\x1b\x45VICTION_POLICY_HIT_DENSITY\x10\x04\x12\"\n\x1e\x45VICTION_POLICY_EXPECTED_REUSE\x10\x05\x32\xbf\x02\n\rWorkerService\x12N\n\tGetStatus\x12\x1f.slipstream.v1.GetStatusRequest\x1a .slipstream.v1.GetStatusResponse\x12P\n\tWatchLoad\x12\x1f.slipstream.v1.WatchLoadRequest\x1a .slipstream.v1.WatchLoadResponse0\x01\x12\x42\n\x05\x44rain\x12\x1b.slipstream.v1.DrainRequest\x1a\x1c.slipstream.v1.DrainResponse\x12H\n\x07Undrain\x12\x1d.slipstream.v1.UndrainRequest\x1a\x1e.slipstream.v1.UndrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETSTATUSRESPONSE_COUNTERSENTRY']._loaded_options = None
   _globals['_GETSTATUSRESPONSE_COUNTERSENTRY']._serialized_options = b'8\001'
-  _globals['_EVICTIONPOLICY']._serialized_start=1814
-  _globals['_EVICTIONPOLICY']._serialized_end=2011
+  _globals['_EVICTIONPOLICY']._serialized_start=1829
+  _globals['_EVICTIONPOLICY']._serialized_end=2026
   _globals['_GETSTATUSREQUEST']._serialized_start=73
   _globals['_GETSTATUSREQUEST']._serialized_end=91
   _globals['_GETSTATUSRESPONSE']._serialized_start=94
@@ -45,21 +45,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TIEREVICTION']._serialized_start=588
   _globals['_TIEREVICTION']._serialized_end=691
   _globals['_LOADREPORT']._serialized_start=694
-  _globals['_LOADREPORT']._serialized_end=1417
-  _globals['_LEDGER']._serialized_start=1420
-  _globals['_LEDGER']._serialized_end=1581
-  _globals['_WATCHLOADREQUEST']._serialized_start=1583
-  _globals['_WATCHLOADREQUEST']._serialized_end=1626
-  _globals['_WATCHLOADRESPONSE']._serialized_start=1628
-  _globals['_WATCHLOADRESPONSE']._serialized_end=1688
-  _globals['_DRAINREQUEST']._serialized_start=1690
-  _globals['_DRAINREQUEST']._serialized_end=1718
-  _globals['_DRAINRESPONSE']._serialized_start=1720
-  _globals['_DRAINRESPONSE']._serialized_end=1774
-  _globals['_UNDRAINREQUEST']._serialized_start=1776
-  _globals['_UNDRAINREQUEST']._serialized_end=1792
-  _globals['_UNDRAINRESPONSE']._serialized_start=1794
-  _globals['_UNDRAINRESPONSE']._serialized_end=1811
-  _globals['_WORKERSERVICE']._serialized_start=2014
-  _globals['_WORKERSERVICE']._serialized_end=2333
+  _globals['_LOADREPORT']._serialized_end=1432
+  _globals['_LEDGER']._serialized_start=1435
+  _globals['_LEDGER']._serialized_end=1596
+  _globals['_WATCHLOADREQUEST']._serialized_start=1598
+  _globals['_WATCHLOADREQUEST']._serialized_end=1641
+  _globals['_WATCHLOADRESPONSE']._serialized_start=1643
+  _globals['_WATCHLOADRESPONSE']._serialized_end=1703
+  _globals['_DRAINREQUEST']._serialized_start=1705
+  _globals['_DRAINREQUEST']._serialized_end=1733
+  _globals['_DRAINRESPONSE']._serialized_start=1735
+  _globals['_DRAINRESPONSE']._serialized_end=1789
+  _globals['_UNDRAINREQUEST']._serialized_start=1791
+  _globals['_UNDRAINREQUEST']._serialized_end=1807
+  _globals['_UNDRAINRESPONSE']._serialized_start=1809
+  _globals['_UNDRAINRESPONSE']._serialized_end=1826
+  _globals['_WORKERSERVICE']._serialized_start=2029
+  _globals['_WORKERSERVICE']._serialized_end=2348
 # @@protoc_insertion_point(module_scope)

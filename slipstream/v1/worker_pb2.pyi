@@ -296,13 +296,15 @@ class LoadReport(_message.Message):
         requests_waiting_decode: _builtins.int = ...,
         requests_allowed: _builtins.int = ...,
         requests_admitted: _builtins.int = ...,
-        ready: _builtins.bool = ...,
+        ready: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ready", b"_ready", "ready", b"ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_held", b"blocks_held", "busy_share", b"busy_share", "decode_step_ms", b"decode_step_ms", "decode_tokens_in_flight", b"decode_tokens_in_flight", "drafts_due_per_s", b"drafts_due_per_s", "drafts_missed_per_s", b"drafts_missed_per_s", "draining", b"draining", "event_loop_delay_ms", b"event_loop_delay_ms", "evicted_wanted_bytes_per_s", b"evicted_wanted_bytes_per_s", "generated_tokens_per_s", b"generated_tokens_per_s", "handoffs", b"handoffs", "jobs_allowed", b"jobs_allowed", "jobs_running", b"jobs_running", "jobs_waiting", b"jobs_waiting", "prefill_tokens_in_flight", b"prefill_tokens_in_flight", "prefill_tokens_per_s", b"prefill_tokens_per_s", "prompt_tokens_per_s", b"prompt_tokens_per_s", "ready", b"ready", "requests_admitted", b"requests_admitted", "requests_allowed", b"requests_allowed", "requests_per_s", b"requests_per_s", "requests_running", b"requests_running", "requests_unplaced", b"requests_unplaced", "requests_waiting", b"requests_waiting", "requests_waiting_decode", b"requests_waiting_decode", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ready", b"_ready", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_held", b"blocks_held", "busy_share", b"busy_share", "decode_step_ms", b"decode_step_ms", "decode_tokens_in_flight", b"decode_tokens_in_flight", "drafts_due_per_s", b"drafts_due_per_s", "drafts_missed_per_s", b"drafts_missed_per_s", "draining", b"draining", "event_loop_delay_ms", b"event_loop_delay_ms", "evicted_wanted_bytes_per_s", b"evicted_wanted_bytes_per_s", "generated_tokens_per_s", b"generated_tokens_per_s", "handoffs", b"handoffs", "jobs_allowed", b"jobs_allowed", "jobs_running", b"jobs_running", "jobs_waiting", b"jobs_waiting", "prefill_tokens_in_flight", b"prefill_tokens_in_flight", "prefill_tokens_per_s", b"prefill_tokens_per_s", "prompt_tokens_per_s", b"prompt_tokens_per_s", "ready", b"ready", "requests_admitted", b"requests_admitted", "requests_allowed", b"requests_allowed", "requests_per_s", b"requests_per_s", "requests_running", b"requests_running", "requests_unplaced", b"requests_unplaced", "requests_waiting", b"requests_waiting", "requests_waiting_decode", b"requests_waiting_decode", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__ready: _TypeAlias = _typing.Literal["ready"]  # noqa: Y015
+    _WhichOneofArgType__ready: _TypeAlias = _typing.Literal["_ready", b"_ready"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ready) -> _WhichOneofReturnType__ready | None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 

@@ -63,7 +63,7 @@ class RouterPeers:
 
     def has_successor(self) -> bool:
         """Whether a peer reported lately that it is ready: it takes the requests of a router that ends."""
-        return any(report is not None and report.ready for report in self.reports().values())
+        return any(report is not None and _is_ready(report) for report in self.reports().values())
 
     def workers(self) -> Mapping[str, Worker]:
         """The record of each peer, by instance."""
@@ -126,3 +126,8 @@ class _PeerRouter:
         self.worker = worker
         self.report: worker_pb2.LoadReport | None = None
         self.reported_s = 0.0
+
+
+def _is_ready(report: worker_pb2.LoadReport) -> bool:
+    """Whether a router takes requests. An older version says only whether it drains."""
+    return report.ready if report.HasField("ready") else not report.draining
