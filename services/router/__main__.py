@@ -175,6 +175,7 @@ async def serve(options: RouterSettings) -> None:
                 etcd_placements,
                 EtcdExitReports(client),
             )
+            stack.push_async_callback(discovery.close)  # revokes its lease, so before the client closes
         router = RouterServer(card, discovery, placements, router_options, exit_reports=exit_reports)
         await router.start()
         await stack.enter_async_context(export_metrics(router.metrics, instance=options.instance))

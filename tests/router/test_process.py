@@ -13,6 +13,8 @@ import aiohttp
 import grpc
 import pytest
 
+from libs.common.cluster.worker_record import WORKERS_PREFIX
+from libs.common.etcd.client import EtcdClient
 from services.router.__main__ import _salts as make_salts
 from services.router.__main__ import parse_options
 from services.router.request.model_card import ModelCard, load_model_card
@@ -21,9 +23,10 @@ from slipstream.async_client import AsyncClient
 from slipstream.rpc.dial import dial
 from slipstream.rpc.tls import TlsFiles
 from slipstream.v1 import router_pb2, router_pb2_grpc
-from tests.router.conftest import open_router
+from tests.router.conftest import WAIT_S, open_router
 from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.fake_model import FakeModel
+from tests.support.processes.etcd_process import EtcdProcess
 
 PEMS = Path(__file__).resolve().parents[1] / "support" / "tls"
 TLS = TlsFiles(PEMS / "ca.pem", PEMS / "peer.pem", PEMS / "peer.key")
@@ -57,6 +60,27 @@ async def test_a_single_process_serves_and_ends_on_sigterm(model_dir: Path) -> N
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+async def test_a_router_that_ends_leaves_no_record_in_etcd(model_dir: Path, tmp_path: Path) -> None:
+    with EtcdProcess(tmp_path / "etcd") as etcd:
+        client = EtcdClient([etcd.endpoint])
+        arguments = ("--model", str(model_dir), "--listen", "127.0.0.1:0", "--etcd", etcd.endpoint)
+        process = await _start(*arguments, "--http", "127.0.0.1:0")
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while not (await client.get_prefix(WORKERS_PREFIX)).entries:
+                    assert process.returncode is None
+                    await asyncio.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+            _, said = await process.communicate()
+            assert process.returncode == 0 and b"Traceback" not in said
+            assert not (await client.get_prefix(WORKERS_PREFIX)).entries  # its lease lasts for 10 s
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            await client.close()
 
 
 async def test_a_failed_start_gives_one_error_line(tmp_path: Path) -> None:
