@@ -26,9 +26,8 @@ class GrammarVocabulary:
     special_ids: Mapping[str, int]
     tokens: TokenBytes
     byte_ids: Mapping[int, int]  # the token of each single byte
-    structure_ids: Sequence[
-        int
-    ]  # the first tokens that have only signs which close or separate parts of JSON
+    # The first tokens that have only signs which close or separate parts of JSON.
+    structure_ids: Sequence[int]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, *, size: int | None = None) -> GrammarVocabulary:
