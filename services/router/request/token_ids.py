@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 _PIECE = 1 << 15
+# Ids of an array that become a list together: a list takes ten times the memory.
+LISTED_TOGETHER = 16_384
 
 
 def pieces(ids: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -23,14 +23,12 @@ from services.router.api.openai.token_bodies import (
 from services.router.execution.request_manager import RequestManager
 from services.router.metering.metering import limited_call
 from services.router.request.model_card import ModelCard
+from services.router.request.token_ids import LISTED_TOGETHER
 from services.router.request.token_texts import TokenTexts, check_count
 from services.router.request.types import Caller, GenerationRequest, PromptInput
 from services.router.request.validation import check_model
 
 T = TypeVar("T")
-
-# A list of ids takes ten times the memory of an array.
-_LISTED_TOGETHER = 16_384
 
 
 class TokenEndpoint:
@@ -71,7 +69,7 @@ class TokenEndpoint:
 
     async def _listed(self, ids: TokenArray, tenant: str) -> msgspec.Raw:
         """The ids as JSON. Many are listed off the event loop, and part by part."""
-        if len(ids) <= _LISTED_TOGETHER:
+        if len(ids) <= LISTED_TOGETHER:
             return listed_json(ids)
         return await self._manager.context.threads.run(tenant, partial(listed_json, ids))
 
@@ -116,5 +114,5 @@ class TokenEndpoint:
 
 def listed_json(ids: TokenArray) -> msgspec.Raw:
     """The JSON list of the ids, made part by part."""
-    parts = [ids[begin : begin + _LISTED_TOGETHER] for begin in range(0, len(ids), _LISTED_TOGETHER)]
+    parts = [ids[begin : begin + LISTED_TOGETHER] for begin in range(0, len(ids), LISTED_TOGETHER)]
     return msgspec.Raw(b"[" + b",".join([msgspec.json.encode(part.tolist())[1:-1] for part in parts]) + b"]")

@@ -13,12 +13,9 @@ from services.router.api.rpc.wire.message_reader import read_message
 from services.router.execution.request_manager import RequestManager
 from services.router.metering.metering import limited_call
 from services.router.request.model_card import ModelCard
-from services.router.request.token_ids import listed
+from services.router.request.token_ids import LISTED_TOGETHER, listed
 from services.router.request.token_texts import TokenTexts
 from slipstream.v1 import router_pb2
-
-# A list of ids takes ten times the memory of an array.
-_LISTED_TOGETHER = 16_384
 
 
 class TokenMethods:
@@ -40,15 +37,15 @@ class TokenMethods:
             request, n_bytes = await self._reader.tokenized(data, caller)
             async with self._manager.token_slots.serving(caller.tenant, n_bytes):
                 ids = await prompt_ids(self._manager, request, caller, n_bytes=n_bytes)
-                if len(ids) <= _LISTED_TOGETHER:
+                if len(ids) <= LISTED_TOGETHER:
                     return self._answer(ids)
                 threads = self._manager.context.threads
                 return await threads.run(caller.tenant, partial(self._answer, ids))
 
     def _answer(self, ids: TokenArray) -> router_pb2.TokenizeResponse:
         answer = router_pb2.TokenizeResponse(max_context_tokens=self._card.max_context_tokens)
-        for begin in range(0, len(ids), _LISTED_TOGETHER):
-            answer.token_ids.extend(ids[begin : begin + _LISTED_TOGETHER].tolist())
+        for begin in range(0, len(ids), LISTED_TOGETHER):
+            answer.token_ids.extend(ids[begin : begin + LISTED_TOGETHER].tolist())
         return answer
 
     async def detokenize(self, data: bytes, context: Context) -> router_pb2.DetokenizeResponse:
