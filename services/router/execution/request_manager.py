@@ -88,6 +88,7 @@ class RequestManager:
         """
         if n_bytes <= INLINE_BYTES:
             return parse()
+        caller = caller.within_default(asyncio.get_running_loop().time())
         with self.texts.holding(caller.tenant, n_bytes, is_job=caller.is_job):
             return await self.context.threads.run_in_time(caller.tenant, parse, caller.deadline_s)
 
@@ -108,8 +109,7 @@ class RequestManager:
         context is InvalidArgument even under overload. A caller without a deadline gets the default one.
         """
         began_s = self.context.clock()
-        if caller.deadline_s is None:
-            caller = caller.until(asyncio.get_running_loop().time() + bounds.DEFAULT_DEADLINE_S)
+        caller = caller.within_default(asyncio.get_running_loop().time())
         try:
             await self._check(request, caller, n_bytes=n_bytes, is_checked=is_checked)
             constraint = await self._constrain(request, caller) if first is None else first.constraint

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from libs.structured.answer_grammar import OutputFormat
+from slipstream import bounds
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
@@ -123,6 +124,10 @@ class Caller(msgspec.Struct, frozen=True, gc=False):
     def until(self, deadline_s: float) -> Caller:
         """A copy with this deadline."""
         return msgspec.structs.replace(self, deadline_s=deadline_s)
+
+    def within_default(self, now_s: float) -> Caller:
+        """The caller, with the default deadline where it has none."""
+        return self.until(now_s + bounds.DEFAULT_DEADLINE_S) if self.deadline_s is None else self
 
     def of_session(self, session: str | None) -> Caller:
         """A copy with this session, unless the caller names one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 
 from libs.common.block_hash import TokenArray
@@ -16,8 +17,9 @@ async def prompt_ids(
 ) -> TokenArray:
     """The ids of a prompt whose message has so many bytes. Raises InvalidArgument, and as `read` does.
 
-    The caller has a slot of `token_slots`.
+    The caller has a slot of `token_slots`. One without a deadline gets the default one.
     """
+    caller = caller.within_default(asyncio.get_running_loop().time())
     await manager.read(caller, partial(check_values, request, manager.context.card), n_bytes=n_bytes)
     with manager.texts.holding(caller.tenant, request.text_chars):
         return await encode_ids(manager.context, request, caller)

@@ -15,6 +15,7 @@ from services.router.api.http.tokens import listed_json
 from services.router.request import token_texts
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
+from slipstream import bounds
 from slipstream.async_client import AsyncClient
 from slipstream.errors import InvalidArgument
 from tests.router.conftest import MAX_CONTEXT_TOKENS
@@ -98,17 +99,25 @@ async def test_a_long_count_takes_turns_with_other_tenants_off_the_event_loop(
     assert threads and threading.get_ident() not in threads
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("limit_ms", [20, None])
 async def test_a_count_ends_with_its_time_limit(
-    router: RouterServer, monkeypatch: pytest.MonkeyPatch
+    router: RouterServer, monkeypatch: pytest.MonkeyPatch, limit_ms: int | None, path: str
 ) -> None:
+    """A request that states none has the default one."""
+    if limit_ms is None:
+        monkeypatch.setattr(bounds, "DEFAULT_DEADLINE_S", 0.02)
     release = threading.Event()
     pool = router.manager.context.threads
     held = [asyncio.create_task(pool.run("other", lambda: release.wait(60))) for _ in range(pool.size)]
     try:
         async with aiohttp.ClientSession(f"http://{router.http_endpoint}") as http:
-            headers = {"x-request-timeout-ms": "20"}
-            body = {"prompt": LONG[:20_000]}
-            async with http.post("/tokenize", json=body, headers=headers) as answer:
+            headers = {} if limit_ms is None else {"x-request-timeout-ms": str(limit_ms)}
+            text = LONG[:20_000]
+            body = (
+                {"prompt": text} if path == "/tokenize" else {"messages": [{"role": "user", "content": text}]}
+            )
+            async with http.post(path, json=body, headers=headers) as answer:
                 assert answer.status == 504
         assert pool.waiting == 0
     finally:
