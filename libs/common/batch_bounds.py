@@ -99,7 +99,8 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     (
         "Room of SQLite's disk, or an eighth of a small disk, that no new file, batch, job or response takes",
         f"{SPARE_DISK_BYTES} bytes",
-        "507; deletions and the ends of jobs go on",
+        "507; deletions and the ends of jobs go on. The room is checked before content is written and not "
+        "reserved, so one commit may take from it.",
     ),
     (
         "Uploads that arrive together: of all tenants / of one",
