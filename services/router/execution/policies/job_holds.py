@@ -168,8 +168,9 @@ class JobHolds:
 
     def _is_over(self) -> bool:
         """Whether the choices that run are more than the limit."""
-        running = [holds for holds in self._jobs.values() if not holds[0].is_held]
-        return self._limit is not None and sum(map(len, running)) > self._limit
+        if self._limit is None:
+            return False
+        return sum([len(holds) for holds in self._jobs.values() if not holds[0].is_held]) > self._limit
 
     def _hold(self, holds: list[JobHold]) -> None:
         for hold in holds:
