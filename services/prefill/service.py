@@ -33,7 +33,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self._attempts = AttemptRegistry()
         self._jobs: dict[AttemptKey, PrefillJob] = {}
         self._demand = FeatureDemand()
-        self._handoffs = HandoffRegistry(core.counters, now_ms=lambda: time.monotonic() * 1e3)
+        self._handoffs = HandoffRegistry(
+            core.counters, now_ms=lambda: time.monotonic() * 1e3, on_reader=self._note_reader
+        )
         self._router_streams = PrefillServer(self._follow)
         self._streams = 0
         self._draining = False
@@ -96,8 +98,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.WatchHandoffRequest, context: _Context
     ) -> AsyncIterator[prefill_pb2.WatchHandoffResponse]:
         key = AttemptKey(request.attempt.request_id, request.attempt.attempt)
-        self._demand.record(request.draft_rows)
-        self._core.thread.wants_features = self._demand.is_there
         events = self._handoffs.watch(request.handoff_id, key, request.first_block, request.draft_rows)
         self._streams += 1
         try:
@@ -143,6 +143,10 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         load.prefill_tokens_in_flight = sum(job.tokens_left for job in self._jobs.values())
         load.handoffs = self._handoffs.live
         return load
+
+    def _note_reader(self, draft_rows: int) -> None:
+        self._demand.record(draft_rows)
+        self._core.thread.wants_features = self._demand.is_there
 
     # ---- admission and end
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,6 +79,25 @@ async def test_prompts_have_features_while_readers_want_some() -> None:
         assert not node.core.thread.wants_features
         await has_rows(3)  # its prompt may be computed before the reader asks
         assert await has_rows(3)
+
+
+async def test_a_watch_that_is_refused_says_nothing_of_what_readers_want() -> None:
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        ticket, _ = await handoff(node, draft_rows=3)
+        stub = prefill_pb2_grpc.PrefillServiceStub(node.channel)
+        other = common_pb2.Attempt(request_id="other", attempt=1)
+        for handoff_id, attempt, code in (
+            (ticket.handoff_id, other, grpc.StatusCode.FAILED_PRECONDITION),
+            ("none", ticket.attempt, grpc.StatusCode.NOT_FOUND),
+        ):
+            request = prefill_pb2.WatchHandoffRequest(handoff_id=handoff_id, attempt=attempt)
+            for _ in range(READERS):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await stub.WatchHandoff(request, timeout=WAIT_S).read()
+                assert refused.value.code() is code
+        assert node.core.thread.wants_features
+        await release(node, ticket.handoff_id)
 
 
 @given(st.lists(st.sampled_from([0, 0, 0, 3]), max_size=40))
