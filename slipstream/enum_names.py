@@ -50,6 +50,9 @@ class EnumNames(Generic[V]):
 
 FINISH_REASONS = EnumNames.of(common_pb2.FinishReason)
 CACHE_TIERS = EnumNames.of(CacheTier)
+# In answers a value without a name is unknown, and so is the unspecified one.
+ANSWER_FINISH_REASONS = EnumNames.of(common_pb2.FinishReason, unspecified=None)
+ANSWER_TIERS = EnumNames.of(CacheTier, unspecified=None)
 # The tiers of one kvstore, fastest first.
 KVSTORE_TIERS = EnumNames(
     {

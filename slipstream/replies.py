@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from slipstream.enum_names import CACHE_TIERS, FINISH_REASONS, TRANSPORTS
+from slipstream.enum_names import ANSWER_FINISH_REASONS, ANSWER_TIERS, TRANSPORTS
 from slipstream.errors import AnswerMismatch
 from slipstream.typed.type_value import KindT, parse_json
 from slipstream.v1 import router_pb2
@@ -220,7 +220,7 @@ def _add_delta(reply: Reply, delta: router_pb2.Delta) -> Event:
 
 def _finish(reply: Reply, finished: router_pb2.Finished) -> None:
     stats = finished.stats
-    reply.finish_reason = FINISH_REASONS.name(finished.finish_reason)
+    reply.finish_reason = ANSWER_FINISH_REASONS.name(finished.finish_reason)
     reply.usage = usage_of(finished.usage)
     values = {name: getattr(stats, name) for name in RequestStats.__slots__}
     reply.stats = RequestStats(**values | {"transport": TRANSPORTS.name(stats.transport)})
@@ -254,7 +254,7 @@ def usage_of(usage: router_pb2.Usage) -> Usage:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
-        cached_by_tier={CACHE_TIERS.name(item.tier): item.tokens for item in usage.cached},
+        cached_by_tier={ANSWER_TIERS.name(item.tier): item.tokens for item in usage.cached},
         cost=_amount(usage.cost.amount_pico) if usage.HasField("cost") else None,
         currency=usage.cost.currency,
         reasoning_tokens=usage.reasoning_tokens,

@@ -18,8 +18,8 @@ CHAT_PATH = "/v1/chat/completions"
 # Of one call; the router's own bounds are above these.
 _MOST_JOBS, _MOST_BYTES = 500, 4 << 20
 _INDEX = re.compile(r"jobs\[(\d{1,9})\]")
-_STATES = EnumNames.of(jobs_pb2.JobState, unspecified="")
-STATES = tuple(filter(None, _STATES.values))
+_STATES = EnumNames.of(jobs_pb2.JobState)
+STATES = tuple(name for name, value in _STATES.values.items() if value)
 ENDED = frozenset(STATES) - {"queued", "running"}
 
 
@@ -217,4 +217,4 @@ def state_value(state: str) -> jobs_pb2.JobState.ValueType:
     """The state by its name; "" is any. Raises InvalidArgument."""
     if state and state not in STATES:
         raise InvalidArgument("state", f"must be one of {', '.join(STATES)}")
-    return _STATES.value(state)
+    return _STATES.value(state) if state else jobs_pb2.JOB_STATE_UNSPECIFIED

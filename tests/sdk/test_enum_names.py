@@ -7,7 +7,9 @@ from google.protobuf.internal import enum_type_wrapper
 
 import slipstream.enum_names as names
 from slipstream.enum_names import EnumNames, value_name
-from slipstream.jobs.messages import submitted_job
+from slipstream.errors import InvalidArgument
+from slipstream.jobs.messages import state_value, submitted_job
+from slipstream.replies import ReplyBuilder
 from slipstream.v1 import batches_pb2, common_pb2, jobs_pb2, router_pb2
 
 _LATER = 1_000_000
@@ -46,6 +48,20 @@ def test_the_unspecified_value_has_the_name_that_its_table_gives() -> None:
     assert names.MESSAGE_ROLES.name(router_pb2.MESSAGE_ROLE_UNSPECIFIED) == ""
 
 
-def test_a_job_in_a_state_of_a_later_contract_has_an_unknown_state() -> None:
-    later = jobs_pb2.Job.FromString(jobs_pb2.Job(id="job-1", state=_LATER).SerializeToString())  # type: ignore[arg-type]
-    assert submitted_job(later).state == "unknown"
+@pytest.mark.parametrize("value", [0, _LATER])
+def test_an_answer_calls_an_unspecified_reason_or_tier_unknown(value: int) -> None:
+    cached = [common_pb2.CachedTokens(tier=value, tokens=5)]  # type: ignore[arg-type]
+    finished = router_pb2.Finished(finish_reason=value, usage=router_pb2.Usage(cached=cached))  # type: ignore[arg-type]
+    builder = ReplyBuilder()
+    builder.feed(router_pb2.GenerateEvent(finished=finished))
+    assert builder.reply.finish_reason == "unknown"
+    assert builder.reply.usage and builder.reply.usage.cached_by_tier == {"unknown": 5}
+
+
+@pytest.mark.parametrize(("state", "name"), [(0, "unspecified"), (_LATER, "unknown")])
+def test_a_job_in_a_state_without_a_name(state: int, name: str) -> None:
+    job = jobs_pb2.Job(id="job-1", state=state)  # type: ignore[arg-type]
+    assert submitted_job(jobs_pb2.Job.FromString(job.SerializeToString())).state == name
+    assert state_value("") == jobs_pb2.JOB_STATE_UNSPECIFIED
+    with pytest.raises(InvalidArgument):
+        state_value(name)

@@ -17,7 +17,7 @@ from services.router.api.answers.logprob_rows import (
 )
 from services.router.api.answers.usage_cost import cost_fields
 from services.router.api.openai.prompt_logprobs import PromptLogprobsWriter
-from slipstream.enum_names import CACHE_TIERS, TRANSPORTS
+from slipstream.enum_names import ANSWER_TIERS, TRANSPORTS
 from slipstream.v1 import common_pb2, router_pb2
 
 _FINISH: Mapping[int, str] = {
@@ -284,7 +284,7 @@ def stats_object(finished: router_pb2.Finished) -> Json:
     for name in ("ttft_ms", "decode_ms", "acceptance_length"):
         values[name] = round(values[name], 3)
     values["cached_tokens_by_tier"] = {
-        CACHE_TIERS.name(item.tier): item.tokens for item in finished.usage.cached
+        ANSWER_TIERS.name(item.tier): item.tokens for item in finished.usage.cached
     }
     return values
 

@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.api.openai.response import DONE, ResponseShape, ResponseWriter
+from services.router.api.openai.response import DONE, ResponseShape, ResponseWriter, stats_object
 from slipstream.v1 import common_pb2, router_pb2
 
 # Protobuf refuses lone surrogates; quotes, control characters and U+2028 are to come often.
@@ -124,6 +124,13 @@ def test_the_end(
     piece: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
     finish = whole["choices"][0]["finish_reason"]
     assert choice == {"index": 0, "finish_reason": finish, **piece, "logprobs": None}
+
+
+def test_statistics_call_an_unspecified_tier_unknown() -> None:
+    tiers = (common_pb2.CACHE_TIER_DRAM, common_pb2.CACHE_TIER_UNSPECIFIED)
+    cached = [common_pb2.CachedTokens(tier=tier, tokens=5) for tier in tiers]
+    said = stats_object(router_pb2.Finished(usage=router_pb2.Usage(cached=cached)))
+    assert said["cached_tokens_by_tier"] == {"dram": 5, "unknown": 5}
 
 
 def test_a_whole_chat_encodes_its_log_probabilities_piece_by_piece() -> None:
