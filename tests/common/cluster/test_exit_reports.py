@@ -155,13 +155,13 @@ async def test_an_end_during_an_outage_of_etcd_is_unknown_until_its_report_is_wr
 
 
 async def test_an_end_after_a_standstill_of_the_router_is_no_outage_of_etcd(etcd: EtcdProcess) -> None:
-    client = EtcdClient([etcd.endpoint])
-    reports = EtcdExitReports(client, wait_s=5.0)
+    client = EtcdClient([etcd.endpoint], timeout_s=1.0)
+    reports = EtcdExitReports(client, wait_s=1.0)
     try:
         await client.get("any")
         unsent = [asyncio.create_task(client.get("any")), asyncio.create_task(client.put("other", b""))]
         await asyncio.sleep(0)  # both calls have begun, and are sent by the next iteration
-        time.sleep(4.0)  # noqa: ASYNC251 - longer than their time-outs
+        time.sleep(1.5)  # noqa: ASYNC251 - longer than their time-outs
         errors = await asyncio.gather(*unsent, return_exceptions=True)
         assert any(isinstance(error, EtcdUnavailable) for error in errors), "no call has timed out"
         assert await reports.exit_of(run_name(Role.DECODE, "decode-0", "run-1")) is WorkerExit.UNREPORTED

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -56,6 +55,17 @@ class Channels:
 
 def _channel() -> Any:
     return Channel()
+
+
+class MovedClock:
+    """The clock of connections; `stand_still` moves it as a standstill of the process does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._late_s, now_s = 0.0, connection._now_s
+        monkeypatch.setattr(connection, "_now_s", lambda: now_s() + self._late_s)
+
+    def stand_still(self, late_s: float) -> None:
+        self._late_s += late_s
 
 
 async def answer() -> int:
@@ -138,13 +148,13 @@ async def test_an_unanswered_probe_is_ignored_while_other_calls_are_answered(
 async def test_a_standstill_of_this_process_is_no_silence_of_etcd(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its calls end by their time-outs, and it sees that late; what ends on time counts."""
     monkeypatch.setattr(connection, "PROBE_TIMEOUT_S", 0.01)
-    asked = 0
+    clock, asked = MovedClock(monkeypatch), 0
 
     async def probe(channel: Any, timeout_s: float) -> None:
         nonlocal asked
         asked += 1
         if asked < 4:
-            time.sleep(timeout_s + 2 * connection._STANDSTILL_S)  # noqa: ASYNC251 - the standstill
+            clock.stand_still(timeout_s + 2 * connection._STANDSTILL_S)
             assert not connections.n_replaced and connections.failed_s == float("-inf")
         raise deadline_exceeded()
 
@@ -156,12 +166,14 @@ async def test_a_standstill_of_this_process_is_no_silence_of_etcd(monkeypatch: p
 
 
 @pytest.mark.parametrize("late_s", [0.0, 2 * connection._STANDSTILL_S])
-async def test_a_time_out_that_is_seen_late_is_no_failure(late_s: float) -> None:
-    failures: list[float] = []
+async def test_a_time_out_that_is_seen_late_is_no_failure(
+    late_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, failures = MovedClock(monkeypatch), list[float]()
     one = Connection(_channel(), on_failure=lambda: failures.append(late_s))
 
     async def unsent() -> None:
-        time.sleep(0.01 + late_s)  # noqa: ASYNC251 - the standstill
+        clock.stand_still(0.01 + late_s)
         raise deadline_exceeded()
 
     for wait in (one.answer_of, one.outcome_of):
