@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import grpc
@@ -164,24 +166,27 @@ async def test_a_paused_sequence_holds_tokens_up_to_a_bound_and_its_error_until_
         await reader.next()
 
 
-async def test_a_token_that_the_limit_has_changed_is_passed_on() -> None:
+@asynccontextmanager
+async def started_sequence() -> AsyncIterator[tuple[DecodeClient, SequenceReader, RemoteSequence]]:
+    """A sequence of a stream whose worker is not there: the test dispatches its frames."""
     async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
         stream, reader = DecodeClient(channel, instance="a", batcher=TokenBatcher()), SequenceReader()
         prompt = OutgoingPrompt(as_tokens([1, 2]), [], root=bytes(16), salt=b"", block_tokens=16)
-        sequence = stream.start(decode_pb2.StartSequence(ticket=b"t"), prompt, reader)
+        yield stream, reader, stream.start(decode_pb2.StartSequence(ticket=b"t"), prompt, reader)
+        await stream.close()
+
+
+async def test_a_token_that_the_limit_has_changed_is_passed_on() -> None:
+    async with started_sequence() as (stream, reader, sequence):
         changed = decode_pb2.SequenceDelta(handle=sequence.handle, tokens=b"\2\0\0\0", is_closing=True)
         stream.dispatch(decode_pb2.DecodeResponse(deltas=[changed]))
         sequence.resume()
         arrival = await reader.next()
         assert arrival.tokens == [2] and arrival.rest is not None and arrival.rest.is_closing
-        await stream.close()
 
 
 async def test_a_false_worker_ends_a_sequence_with_plausible_statistics_once() -> None:
-    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
-        stream, reader = DecodeClient(channel, instance="false", batcher=TokenBatcher()), SequenceReader()
-        prompt = OutgoingPrompt(as_tokens([1, 2]), [], root=bytes(16), salt=b"", block_tokens=16)
-        sequence = stream.start(decode_pb2.StartSequence(ticket=b"t"), prompt, reader)
+    async with started_sequence() as (stream, reader, sequence):
         last = decode_pb2.SequenceDelta(handle=sequence.handle, finish_reason=common_pb2.FINISH_REASON_LENGTH)
         last.stats.drafted_steps = last.stats.proposed_drafts = last.stats.accepted_drafts = (1 << 32) - 1
         last.stats.transfer_ms = math.nan
@@ -192,4 +197,3 @@ async def test_a_false_worker_ends_a_sequence_with_plausible_statistics_once() -
         assert rest is not None
         assert (rest.stats.accepted_drafts, rest.stats.transfer_ms) == (0, 0)  # drafts without a step
         assert [item.tokens for item in rest.stats.cached] == [sequence.prompt_tokens]
-        await stream.close()
