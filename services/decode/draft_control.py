@@ -181,6 +181,10 @@ class DraftControl:
             if seq_id in self._running:
                 self._running[seq_id].setup_ms += elapsed_ms / len(seq_ids)
 
+    def count_drafts(self, outputs: Sequence[StepOutput]) -> int:
+        """The drafts of the step that ends."""
+        return sum(output.proposed_drafts for output in outputs) if self.mode is DraftMode.ON else 0
+
     def end(self, outputs: Sequence[StepOutput], n_drafts: int) -> bool:
         """The step that began is complete. Returns whether a sequence ended with it."""
         begun, self._begun = self._begun, None

@@ -127,9 +127,7 @@ class LocalSpeculation:
         with self._lock:
             if self._control.rests_on():
                 return
-            has_drafts = self._control.mode is DraftMode.ON
-            n_drafts = sum(output.proposed_drafts for output in outputs) if has_drafts else 0
-            has_ends = self._control.end(outputs, n_drafts)
+            has_ends = self._control.end(outputs, self._control.count_drafts(outputs))
             if self._control.mode is DraftMode.OFF and not has_ends and not any(self._rows.values()):
                 self._control.rest()
                 return

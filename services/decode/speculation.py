@@ -205,9 +205,7 @@ class RemoteSpeculation:
         with self._changed:
             if self._control.rests_on():
                 return
-            has_drafts = self._control.mode is DraftMode.ON
-            n_drafts = sum(output.proposed_drafts for output in outputs) if has_drafts else 0
-            has_ends = self._control.end(outputs, n_drafts)
+            has_ends = self._control.end(outputs, self._control.count_drafts(outputs))
             if self._control.mode is DraftMode.OFF and not has_ends and self._state.is_idle:
                 self._control.rest()
                 return
