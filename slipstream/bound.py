@@ -25,7 +25,7 @@ class Range:
     field: str
     low: float
     high: float
-    why: str
+    note: str = ""
     whole: bool = False
     apis: Api = "both"
 
@@ -59,7 +59,7 @@ class Size:
     low: int
     high: int
     unit: str
-    why: str
+    note: str = ""
     apis: Api = "both"
 
     @property
@@ -80,7 +80,7 @@ class Rule:
 
     field: str
     words: str
-    why: str
+    note: str = ""
     apis: Api = "both"
 
     def refused(self, field: str | None = None, **details: object) -> InvalidArgument:
@@ -115,8 +115,14 @@ class Section:
 
     def markdown(self) -> list[str]:
         """The rows as lines of a Markdown table."""
-        lines = ["", f"## {self.title}", "", "| Field | Refused with | Why | APIs |", "|---|---|---|---|"]
-        return lines + [f"| `{r.field}` | {r.words} | {r.why} | {r.apis} |" for r in self.rows]
+        lines = ["", f"## {self.title}", "", "| Field | Refused with |", "|---|---|"]
+        return lines + [_line(row) for row in self.rows]
+
+
+def _line(row: Bound) -> str:
+    api = "" if row.apis == "both" else f" ({row.apis})"
+    note = f" *{row.note}*" if row.note else ""
+    return f"| `{row.field}`{api} | {row.words}{note} |"
 
 
 def shown(value: object) -> str:

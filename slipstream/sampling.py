@@ -53,13 +53,13 @@ class OutputConstraint:
 class SamplingParams:
     """How the engine chooses tokens. The router fills every default."""
 
-    temperature: Annotated[float, Range("temperature", 0, 2, "0 is greedy.")] = 1.0
-    top_p: Annotated[float, Range("top_p", 0, 1, "0 keeps the most likely token alone.")] = 1.0
-    top_k: Annotated[int, Range("top_k", 0, 1 << 18, "0 is off, and -1 over HTTP.", whole=True)] = 0
-    min_p: Annotated[float, Range("min_p", 0, 1, "A share of the most likely token's probability.")] = 0.0
-    presence_penalty: Annotated[float, Range("presence_penalty", -2, 2, "As OpenAI's.")] = 0.0
-    frequency_penalty: Annotated[float, Range("frequency_penalty", -2, 2, "As OpenAI's.")] = 0.0
-    repetition_penalty: Annotated[float, Range("repetition_penalty", 0.125, 8, "1 is off.")] = 1.0
+    temperature: Annotated[float, Range("temperature", 0, 2, "0: greedy.")] = 1.0
+    top_p: Annotated[float, Range("top_p", 0, 1, "0: only the most likely token.")] = 1.0
+    top_k: Annotated[int, Range("top_k", 0, 1 << 18, "0: off; -1 too over HTTP.", whole=True)] = 0
+    min_p: Annotated[float, Range("min_p", 0, 1, "Share of the most likely token's probability.")] = 0.0
+    presence_penalty: Annotated[float, Range("presence_penalty", -2, 2)] = 0.0
+    frequency_penalty: Annotated[float, Range("frequency_penalty", -2, 2)] = 0.0
+    repetition_penalty: Annotated[float, Range("repetition_penalty", 0.125, 8, "1: off.")] = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0  # u64
     max_tokens: int = 16  # includes tokens that earlier attempts emitted

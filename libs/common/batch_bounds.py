@@ -29,35 +29,24 @@ MAX_BATCH_ERRORS = 100
 BATCH_WINDOW_S = 24 * 3600
 
 _files = Section("Files and batches")
-FILE = _files.add(
-    Rule("file", "must be given, with a file name", "One part of the form, or the header of the upload.")
-)
-FILE_BYTES = _files.add(Size("file", 1, MAX_FILE_BYTES, "bytes", "It is kept in the database."))
-FILE_NAME = _files.add(Size("file", 1, 256, "bytes in its name", "Answers show it."))
-FILE_PART = _files.add(
-    Size("content", 0, FILE_CHUNK_BYTES, "bytes in one message", "A message is whole in memory.", "gRPC")
-)
+FILE = _files.add(Rule("file", "must be given, with a file name"))
+FILE_BYTES = _files.add(Size("file", 1, MAX_FILE_BYTES, "bytes"))
+FILE_NAME = _files.add(Size("file", 1, 256, "bytes in its name"))
+FILE_PART = _files.add(Size("content", 0, FILE_CHUNK_BYTES, "bytes in one message", apis="gRPC"))
 FILE_WHOLE = _files.add(
-    Rule(
-        "content",
-        "must have the {n_bytes} bytes that the header states, not {n_arrived}",
-        "A broken call ends so, too.",
-        "gRPC",
-    )
+    Rule("content", "must have the {n_bytes} bytes that the header states, not {n_arrived}", apis="gRPC")
 )
-FILE_HEADER = _files.add(
-    Rule("header", "must be the first message of an upload, and it alone", "The content follows.", "gRPC")
-)
+FILE_HEADER = _files.add(Rule("header", "must be the first message of an upload, and it alone", apis="gRPC"))
 FILE_FORM = _files.add(
-    Rule("body", "must be multipart/form-data with the parts file and purpose", "As OpenAI's.", "HTTP")
+    Rule("body", "must be multipart/form-data with the parts file and purpose", apis="HTTP")
 )
-FILE_PARTS = _files.add(Size("body", 0, 16, "parts", "A form has few.", "HTTP"))
-PURPOSE = _files.add(Rule("purpose", "must be batch", "Files are for batches.", "HTTP"))
+FILE_PARTS = _files.add(Size("body", 0, 16, "parts", apis="HTTP"))
+PURPOSE = _files.add(Rule("purpose", "must be batch", apis="HTTP"))
 EXPIRES_ANCHOR = _files.add(
-    Rule("expires_after.anchor", "must be created_at", "As OpenAI's; also output_expires_after.", "HTTP")
+    Rule("expires_after.anchor", "must be created_at", "Also output_expires_after.", "HTTP")
 )
 EXPIRES = _files.add(
-    Range("expires_after.seconds", 3600, FILE_TTL_S, "Left out: 30 days.", whole=True, apis="HTTP")
+    Range("expires_after.seconds", 3600, FILE_TTL_S, "Default: 30 days.", whole=True, apis="HTTP")
 )
 TTL_MS = _files.add(
     Range(
@@ -69,27 +58,21 @@ TTL_MS = _files.add(
         apis="gRPC",
     )
 )
-ENDPOINT = _files.add(Rule("endpoint", "must be one of {endpoints}", "What a batch may call."))
-WINDOW = _files.add(Rule("completion_window", "must be 24h", "As OpenAI's.", "HTTP"))
-INPUT_FILE = _files.add(Rule("input_file_id", "must be given", "The requests of the batch."))
-LIMIT = _files.add(Range("limit", 1, 100, "Of a page of batches. gRPC: 0 = 20.", whole=True))
-FILES_LIMIT = _files.add(
-    Range("limit", 1, MAX_TENANT_FILES, "Of a page of files. gRPC: 0 = 100.", whole=True)
-)
-ORDER = _files.add(Rule("order", "must be asc or desc", "By the time of creation.", "HTTP"))
-AFTER = _files.add(Rule("after", "names nothing of this list", "The id at the end of a page."))
-LISTED_PURPOSE = _files.add(Rule("purpose", "is not known", "A file has one of two.", "gRPC"))
+ENDPOINT = _files.add(Rule("endpoint", "must be one of {endpoints}"))
+WINDOW = _files.add(Rule("completion_window", "must be 24h", apis="HTTP"))
+INPUT_FILE = _files.add(Rule("input_file_id", "must be given"))
+LIMIT = _files.add(Range("limit", 1, 100, "Of batches; gRPC: 0 = 20.", whole=True))
+FILES_LIMIT = _files.add(Range("limit", 1, MAX_TENANT_FILES, "Of files; gRPC: 0 = 100.", whole=True))
+ORDER = _files.add(Rule("order", "must be asc or desc", apis="HTTP"))
+AFTER = _files.add(Rule("after", "names nothing of this list"))
+LISTED_PURPOSE = _files.add(Rule("purpose", "is not known", apis="gRPC"))
 
 _runs = Section("Runs of Workers AI's API")
-RUN_INPUT = _runs.add(
-    Rule("prompt", "must be given, unless messages are, and not beside them", "One input.", "HTTP")
-)
-RUNS = _runs.add(Size("requests", 1, 500, "requests", "They are one body.", "HTTP"))
-RUN_STREAM = _runs.add(
-    Rule("stream", "is not for a run in a batch or in the queue", "None reads it.", "HTTP")
-)
-RUNS_AT_ONCE = _runs.add(Size("requests", 1, 64, "requests without queueRequest", "They run now.", "HTTP"))
-RUN_REFERENCE = _runs.add(Size("external_reference", 0, 500, "characters", "It is echoed.", "HTTP"))
+RUN_INPUT = _runs.add(Rule("prompt", "must be given, unless messages are, and not beside them", apis="HTTP"))
+RUNS = _runs.add(Size("requests", 1, 500, "requests", apis="HTTP"))
+RUN_STREAM = _runs.add(Rule("stream", "is not for a run in a batch or in the queue", apis="HTTP"))
+RUNS_AT_ONCE = _runs.add(Size("requests", 1, 64, "requests without queueRequest", apis="HTTP"))
+RUN_REFERENCE = _runs.add(Size("external_reference", 0, 500, "characters", apis="HTTP"))
 
 SECTIONS = (_files, _runs)
 # Of the disk of a SQLite database, and of its free pages. A deletion writes to the log first.
@@ -97,37 +80,28 @@ SPARE_DISK_BYTES = 64 << 20
 
 ROWS: tuple[tuple[str, str, str], ...] = (
     (
-        "Room of SQLite's disk, or an eighth of a small disk, that no new file, batch, job or response takes",
+        "Room of SQLite's disk (or an eighth) that no new file, batch, job or response takes",
         f"{SPARE_DISK_BYTES} bytes",
-        "507; deletions and the ends of jobs go on. The room is checked before content is written and not "
-        "reserved, so one commit may take from it.",
+        "507; deletions and ends of jobs go on. It is not reserved: one commit may take from it",
     ),
     (
-        "Uploads that arrive together: of all tenants / of one",
+        "Uploads that arrive together: all tenants / one",
         f"{MAX_UPLOADS[0]} / {MAX_UPLOADS[1]}",
-        "others wait at the client, at most 30 s",
+        "others wait, at most 30 s",
     ),
     ("Whole upload of a file", f"{FILE_UPLOAD_S:g} s", "400"),
     ("Page of batches over gRPC", f"about {BATCHES_PAGE_BYTES} bytes", "the page ends earlier"),
-    (
-        "Files of one tenant: number / bytes in all",
-        f"{MAX_TENANT_FILES} / {MAX_TENANT_FILE_BYTES}",
-        "429, until some are deleted or expire",
-    ),
+    ("Files of one tenant: number / bytes", f"{MAX_TENANT_FILES} / {MAX_TENANT_FILE_BYTES}", "429"),
     ("Life of a file", f"{FILE_TTL_S} s, or `expires_after`", "deleted"),
-    ("Rest of an upload that broke off", f"{UPLOAD_TTL_S} s", "deleted"),
-    ("Requests of one batch", f"{MAX_BATCH_LINES}", "the batch fails and says so"),
+    ("Rest of a broken upload", f"{UPLOAD_TTL_S} s", "deleted"),
+    ("Requests of one batch", f"{MAX_BATCH_LINES}", "the batch fails"),
     ("A line of a batch", f"{MAX_LINE_BYTES} bytes", "the batch fails and names the line"),
     ("Errors that a failed batch names", f"{MAX_BATCH_ERRORS}", "the first ones"),
-    ("Batches of one tenant that are not over", f"{MAX_TENANT_BATCHES}", "429"),
+    ("Unfinished batches of one tenant", f"{MAX_TENANT_BATCHES}", "429"),
     (
-        "Batches of one tenant that are stored",
+        "Stored batches of one tenant",
         f"{MAX_TENANT_STORED_BATCHES}",
-        "the oldest that are over are forgotten",
+        "the oldest finished ones are forgotten",
     ),
-    (
-        "Time of a batch (`completion_window`)",
-        f"{BATCH_WINDOW_S} s",
-        "expired; what is done is in the output",
-    ),
+    ("Time of a batch (`completion_window`)", f"{BATCH_WINDOW_S} s", "expired; the output has what is done"),
 )

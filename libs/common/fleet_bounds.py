@@ -24,20 +24,20 @@ MAX_ROUTE_FILE_BYTES = 16 << 20
 ROWS = (
     ("Other routers whose load a router follows", f"{MAX_FOLLOWED_ROUTERS}", "the load of others is unknown"),
     (
-        "Routers / processes that leave, in one answer to an operator",
+        "Routers / leaving processes in an operator's answer",
         f"{MAX_SHOWN_PROCESSES} / {MAX_SHOWN_PROCESSES}",
         "others are left out",
     ),
-    ("Processes that leave and are asked for their load", f"{MAX_ASKED_LEAVING}", "others are shown without"),
+    ("Leaving processes asked for their load", f"{MAX_ASKED_LEAVING}", "others are shown without"),
     (
-        "Handoffs of one request in a row that no decode worker reads",
+        "Unread handoffs of one request in a row",
         f"{MAX_UNREAD_HANDOFFS}",
         "a decode worker computes the prompt",
     ),
     (
-        "Router's time that one worker's block events take",
+        "Router's time for one worker's block events",
         f"{BLOCK_EVENTS_SHARE:.0%}, after {BLOCK_EVENTS_BURST_S:g} s at once",
-        "they wait at the worker, which joins them",
+        "they wait at the worker",
     ),
     ("A file of a secret or certificate", f"{MAX_SECRET_FILE_BYTES} bytes", "refused"),
     (

@@ -8,8 +8,7 @@ SESSIONS_PAGE = 100
 MAX_SESSIONS_PAGE = 1000
 
 LISTS = Section("Lists of sessions")
-_WHY = f"0 = {SESSIONS_PAGE} sessions; one answer holds a page."
-SESSIONS_LIMIT = LISTS.add(Range("limit", 0, MAX_SESSIONS_PAGE, _WHY, whole=True, apis="gRPC"))
-SESSIONS_AFTER = LISTS.add(
-    Rule("after", "must be `next` of an earlier page", "It names a session.", apis="gRPC")
+SESSIONS_LIMIT = LISTS.add(
+    Range("limit", 0, MAX_SESSIONS_PAGE, f"0 = {SESSIONS_PAGE}.", whole=True, apis="gRPC")
 )
+SESSIONS_AFTER = LISTS.add(Rule("after", "must be `next` of an earlier page", apis="gRPC"))

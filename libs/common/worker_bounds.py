@@ -54,34 +54,22 @@ ROWS = (
         "refused by name",
     ),
     (
-        "Prompts whose draft features are on their way, at each end",
+        "Prompts whose draft features are on their way",
         f"{MAX_PROMPT_FEATURES}",
         "the request begins without drafts",
     ),
     (
-        "Draft features of a sequence in a message to a drafter",
+        "Draft features of a sequence in a message",
         f"{LEAST_EXPORTED_BYTES} bytes",
         "the drafter reads them by the KV transport",
     ),
     (
-        "Draft features that a drafter reads from one decode worker / the time until its answer",
+        "Draft features read from one decode worker / the time until the answer",
         f"{MAX_EXPORTED_PIECES} / {EXPORTED_ROWS_S:g} s",
-        "others travel in messages / the sequence has no drafts of them",
+        "others go in messages / no drafts from them",
     ),
-    (
-        "Draft features that one message to a drafter is about",
-        f"{MAX_DRAFT_MESSAGE_BYTES} bytes",
-        "others wait for the next message",
-    ),
-    (
-        "The end of a worker beside its drain (`--drain-s`), where a step, a transfer or etcd hangs",
-        f"{END_S:g} s",
-        "it ends itself with status 1",
-    ),
-    (
-        "The end of a process of `slipstream up` after its drain (`--grace-s`)",
-        f"{KILL_AFTER_S:g} s",
-        "killed",
-    ),
+    ("Draft features in one message", f"{MAX_DRAFT_MESSAGE_BYTES} bytes", "others wait"),
+    ("End of a hanging worker after its drain (`--drain-s`)", f"{END_S:g} s", "it ends itself with status 1"),
+    ("End of a process of `slipstream up` after its drain (`--grace-s`)", f"{KILL_AFTER_S:g} s", "killed"),
     ("`--drain-s`, `--grace-s` and `--ready-timeout-s`", f"{MAX_PROCESS_WAIT_S:,.0f} s", "refused by name"),
 )
