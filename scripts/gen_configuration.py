@@ -32,43 +32,42 @@ the TOML file that `--config` (or SLIPSTREAM_CONFIG) names:
 | `--http-tls`, `--no-http-tls` | `SLIPSTREAM_HTTP_TLS=true` | `http_tls = true` |
 | `--disk /a --disk /b` | `SLIPSTREAM_DISK=/a,/b` | `disk = ["/a", "/b"]` |
 
-A flag overrides the environment, the environment the file, the file the default. Nothing is asked of a path
-that is overridden, and an empty flag takes one away (`--etcd-ca ''`). A service ignores unknown variables.
-Secrets are in files, and settings have their paths.
+A flag overrides the environment, the environment the file, the file the default. An empty flag takes a value
+away (`--etcd-ca ''`); an overridden path need not exist. Secrets are in files, and settings have their paths.
+
+An address is HOST:PORT, and HOST may be a name. Port 0 is any free one to listen on, and the listening port
+in an address that others dial.
 
 ## The file of a cluster
 
-One file serves a whole cluster: `slipstream up --config cluster.toml` and the ConfigMap of `deploy/k8s/`
-have the same form. A service reads the sections [common] and its own, which goes first.
+`slipstream up --config cluster.toml` and the ConfigMap of `deploy/k8s/` have the same form
+(`docs/examples/cluster.toml`):
 
 | Section | Keys |
 |---|---|
 | `[common]` | those of "All services" below, and {shared} for the services that have them |
-| `[router]`, `[prefill]`, `[decode]`, `[kvstore]`, `[drafter]` | the settings of that service |
+| `[router]`, `[prefill]`, `[decode]`, `[kvstore]`, `[drafter]` | that service's settings, before `[common]` |
 | `[up]` | numbers of processes and the like, for `slipstream up` only |
 
-- `docs/examples/cluster.toml` is an example. A directory stands for its files `*.toml` in the order of their
-  names; a later one overrides single keys. A relative path is one from the directory of the process.
-- A section or key that does not exist is refused by name, with the likeliest one that is meant. A service
-  checks [common] and its own section; `slipstream config check FILE` checks all.
-- `slipstream config show FILE --tier decode` prints the values that a service would run with, and where each
-  comes from: a flag, a variable, a section or the default.
+- A directory stands for its files `*.toml` in the order of their names; a later one overrides single keys. A
+  relative path begins at the directory of the process.
+- An unknown section or key is refused by name. A service checks [common] and its own section; `slipstream
+  config check FILE` checks all.
+- `slipstream config show FILE --tier decode` prints the values that a service would run with and their
+  sources.
 
-`slipstream up` takes the same file, also one made for another place, such as `deploy/k8s/base/config`:
+`slipstream up` takes any such file, also `deploy/k8s/base/config`:
 
-- Its flags go before the file. It passes no variables on.
-- It gives each process its name, addresses, directories and secret (`RUN_DIR/cluster.secret`), whatever the
-  file says of them. Only `http` and `listen` of [router] count: they are the first router's. It refuses
-  `advertise`, `admin_advertise`, `admin_http_advertise`, `kv_advertise`, `kv_listen` and `disk`, which
-  processes of one machine cannot share.
-- `up` starts an etcd, unless `--etcd` or `etcd` of [up] names one. `etcd` of [common] and of the tiers
-  is that of services which are started elsewhere: `up` does not dial it, and says so. `etcd_*` go with a
-  named etcd.
-- `--model` takes the place of the file's `draft_model` too, which is made for the file's model, unless
-  `--draft-model` names a head.
-- Any other path in it that this machine lacks is refused with the flag that names another (`--model`).
+- Its flags override the file. It passes no variables on.
+- It chooses each process's name, addresses, directories and secret (`RUN_DIR/cluster.secret`). Only `http`
+  and `listen` of [router] count, for the first router. It refuses `advertise`, `admin_advertise`,
+  `admin_http_advertise`, `kv_advertise`, `kv_listen` and `disk`.
+- It starts an etcd, unless `--etcd` or `etcd` of [up] names one, with `etcd_*` of [common]. `etcd` of other
+  sections does not count.
+- `--model` also removes the file's `draft_model`, unless `--draft-model` names a head.
+- Another path that this machine lacks is refused with the flag that names one.
 """
-_TYPES = {bool: "switch", int: "whole number", float: "number", str: "text", Path: "path"}
+_TYPES = {bool: "", int: "=N", float: "=X", str: "=TEXT", Path: "=PATH"}
 _SECTIONS: tuple[tuple[str, type[Any]], ...] = (
     ("All services", ServiceSettings),
     ("prefill, decode, drafter, kvstore", TierSettings),
@@ -86,7 +85,7 @@ def render() -> str:
     lines = [_HEAD.format(shared=", ".join(f"`{name}`" for name in SHARED_NAMES))]
     for title, kind in (*_SECTIONS, _UP):
         what = "Key" if kind is UpSettings else "Flag"
-        lines += [f"## {title}", "", f"| {what} | Type | Default | Meaning |", "|---|---|---|---|"]
+        lines += [f"## {title}", "", f"| {what} | Default | Meaning |", "|---|---|---|"]
         lines += [_line(row, is_flag=what == "Flag") for row in _own_rows(kind)]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
@@ -103,13 +102,14 @@ def _own_rows(kind: type[Any]) -> Iterator[Row]:
 
 
 def _line(row: Row, *, is_flag: bool) -> str:
-    one = _TYPES[row.type]
-    kind = ", ".join(row.described.choices) or (f"{one}, repeated" if row.is_list else one)
+    choices = ",".join(row.described.choices)
+    value = f"={{{choices}}}" if choices else _TYPES[row.type]
     default = row.default_shown if row.default_shown in ("required", "none") else f"`{row.default_shown}`"
     if row.described.default_text:
         default = row.described.default_text
     name = row.flag if is_flag else row.name
-    return f"| `{name}` | {kind} | {default} | {row.described.help} |"
+    repeated = ", repeated" if row.is_list else ""
+    return f"| `{name}{value}`{repeated} | {default} | {row.described.help} |"
 
 
 if __name__ == "__main__":

@@ -25,25 +25,24 @@ class DecodeSettings(EngineSettings):
     """The settings of a decode worker."""
 
     decode_steps: str = setting(
-        "on a CUDA device: ahead = the next one begins before the tokens of the last are read; graphs = one "
-        "launch a step; plain = one launch a program",
+        "CUDA: graphs = one launch a step; ahead = also before the last step's tokens are read (docs/gpu.md)",
         default="plain",
         choices=("plain", "graphs", "ahead"),
     )
     draft_tokens: int = setting("most drafts for each sequence and step; 0 = none", default=8)
     drafts: str = setting(
-        "auto: use drafts where they are measured to save time (text is the same either way)",
+        "auto = where drafts are measured to save time",
         default="auto",
         choices=("auto", "on", "off"),
     )
-    draft_budget_ms: float = setting("longest wait of a step for the drafter, milliseconds", default=25.0)
+    draft_budget_ms: float = setting("longest wait of a step for the drafter", default=25.0)
     draft_export_bytes: int = setting(
-        "draft features of a sequence from this size on go to a drafter by the KV transport",
+        "size from which draft features go by the KV transport",
         default=LEAST_EXPORTED_BYTES,
         least=1,
     )
     drafter: str = setting(
-        "local: the draft head runs in this process; service: a drafter that discovery knows; HOST:PORT",
+        "local: in this process; service: a drafter of the cluster; or HOST:PORT",
         default=SERVICE,
         check=check_drafter,
     )

@@ -93,7 +93,7 @@ class NodeSettings(TierSettings):
         check=check_master,
     )
     pool_admin: str = setting(
-        "HOST:PORT[,..] of the masters' HTTP servers, which list the pool's blocks for routers",
+        "HOST:PORT[,..] of the masters' HTTP servers",
         default="",
         check=check_peers,
     )

@@ -80,12 +80,8 @@ def _items(text: str, form: re.Pattern[str], expected: str) -> list[str]:
 class RouterSettings(ServiceSettings):
     """The settings of a router."""
 
-    listen: str = setting(
-        "address of the gRPC server; port 0 = any free one", default="127.0.0.1:7000", check=check_address
-    )
-    http: str = setting(
-        "address of the HTTP server; port 0 = any free one", default="127.0.0.1:8000", check=check_address
-    )
+    listen: str = setting("address of the gRPC server", default="127.0.0.1:7000", check=check_address)
+    http: str = setting("address of the HTTP server", default="127.0.0.1:8000", check=check_address)
     allowed_hosts: str = setting(
         "NAME[,NAME..] that the Host header may have beside addresses and localhost; * = any",
         default="",
@@ -100,18 +96,18 @@ class RouterSettings(ServiceSettings):
         "seconds that SIGTERM waits for running requests", default=ROUTER_DRAIN_S, most=MAX_PROCESS_WAIT_S
     )
     admin: str = setting(
-        "address of the gRPC server of operators and peers; port 0 = any free one",
+        "address of the gRPC server of operators and peers",
         default="127.0.0.1:0",
         check=check_address,
     )
     admin_advertise: str = setting(
-        "HOST:PORT of --admin that others dial; HOST may be a name; port 0 = the port of --admin",
+        "HOST:PORT of --admin that others dial",
         default="",
         default_text="what --admin came to, with the host of --advertise for 0.0.0.0",
         check=check_advertised,
     )
     tls_client_ca: Path | None = setting(
-        "PEM of the CA of clients, whose certificates open the public gRPC port and nothing else",
+        "PEM of the CA of clients, for the public gRPC port alone",
         default=None,
         default_text="--tls-ca",
         check=check_readable,
@@ -124,7 +120,7 @@ class RouterSettings(ServiceSettings):
         check=parse_model_names,
     )
     thinking: str = setting(
-        "whether the model reasons where a request does not say; model = as generation_config.json says",
+        "reasoning where a request does not say; model = as generation_config.json says",
         default="model",
         choices=THINKING,
     )
@@ -149,34 +145,33 @@ class RouterSettings(ServiceSettings):
         check=check_readable,
     )
     session_ttl_s: int = setting(
-        "seconds until etcd forgets the placement of a session that is not used",
+        "seconds until an unused session's placement is forgotten",
         default=SESSION_TTL_S,
         least=1,
     )
     database: str | None = setting(
-        "sqlite:PATH or postgresql://USER@HOST/NAME of jobs, batches, responses and usage, for all routers",
+        "sqlite:PATH or postgresql://USER@HOST/NAME, for all routers",
         default=None,
         default_text="none: nothing is stored",
         check=check_database_url,
     )
     jobs_beside_live: int = setting(
-        "most jobs that this router runs beside live requests, as long as these get no slower; 0 = none",
+        "most jobs beside live requests; 0 = none",
         default=MAX_RUNNING_JOBS,
         least=0,
     )
     jobs_longest_wait_s: float = setting(
-        "seconds after its submission from which a job goes on beside live requests, two at a time",
+        "seconds until a job goes on beside live requests anyway, two at a time",
         default=LONGEST_WAIT_S,
     )
     webhook_hosts: str = setting(
-        "NAME[:PORT][@NETWORK][,..] to which webhooks may go; without PORT at 443 and 80, without NETWORK to "
-        "public addresses only",
+        "NAME[:PORT][@NETWORK][,..] to which webhooks may go (docs/jobs.md)",
         default="",
         default_text="none",
         check=parse_webhook_hosts,
     )
     response_ttl_s: int = setting(
-        "seconds until a stored response of /v1/responses is forgotten", default=int(RESPONSE_TTL_S), least=1
+        "seconds until a stored response is forgotten", default=int(RESPONSE_TTL_S), least=1
     )
     processes: int = setting("router processes that share the ports", default=1, least=1)
     allow_requested_prefill: bool = setting("honour x-slipstream-prefill: for demonstrations", default=False)

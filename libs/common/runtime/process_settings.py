@@ -41,11 +41,9 @@ class ServiceSettings:
     """The settings of every service."""
 
     instance: str = setting("name of this process in the cluster, unique in its role")
-    listen: str = setting(
-        "address of the gRPC server; port 0 = any free one", default="127.0.0.1:0", check=check_address
-    )
+    listen: str = setting("address of the gRPC server", default="127.0.0.1:0", check=check_address)
     admin_http: str = setting(
-        "address of the HTTP server of metrics and health; port 0 = any free one",
+        "address of the HTTP server of metrics and health",
         default="127.0.0.1:0",
         check=check_address,
     )
@@ -54,7 +52,7 @@ class ServiceSettings:
         "PEM of the CA of etcd's certificate: TLS to etcd", default=None, check=check_readable
     )
     etcd_certificate: Path | None = setting(
-        "PEM of a certificate for etcd, where it asks for one", default=None, check=check_readable
+        "PEM of a certificate for etcd", default=None, check=check_readable
     )
     etcd_key: Path | None = setting("PEM of its key", default=None, check=check_readable, is_secret=True)
     etcd_user: str = setting("user of etcd", default="")
@@ -62,41 +60,39 @@ class ServiceSettings:
         "file with the password of that user", default=None, check=check_readable, is_secret=True
     )
     advertise: str = setting(
-        "HOST:PORT that other processes dial; HOST may be a name; port 0 = the port of --listen",
+        "HOST:PORT that other processes dial",
         default="",
         default_text="what --listen came to",
         check=check_advertised,
     )
     admin_http_advertise: str = setting(
-        "HOST:PORT of --admin-http that others dial; HOST may be a name; port 0 = the port of --admin-http",
+        "HOST:PORT of --admin-http that others dial",
         default="",
         default_text="what --admin-http came to, with the host of --advertise for 0.0.0.0",
         check=check_advertised,
     )
     run_dir: Path = setting("directory for files of this run", default=Path(".run"))
     tls_ca: Path | None = setting(
-        "PEM of the CA; with the two below: mTLS on gRPC, both ways", default=None, check=check_readable
+        "PEM of the CA: mTLS on gRPC, with the two below", default=None, check=check_readable
     )
     tls_certificate: Path | None = setting(
         "PEM of this process's certificate", default=None, check=check_readable
     )
     tls_key: Path | None = setting("PEM of its key", default=None, check=check_readable, is_secret=True)
-    http_tls: bool = setting(
-        "HTTPS with the certificate of --tls-certificate, where there is one", default=True
-    )
+    http_tls: bool = setting("HTTPS, if there is --tls-certificate", default=True)
     tls_server_name: str = setting(
-        "name that the certificates of all peers have, so that they can be dialled at any address",
+        "name in the certificates of all peers",
         default="",
         default_text="the host that is dialled",
     )
     cluster_secret_file: Path | None = setting(
-        "file with the secret that all processes of the cluster share",
+        "file of the cluster's secret",
         default=None,
         check=check_readable,
         is_secret=True,
     )
     server_names: str = setting(
-        "HOST:PORT[,HOST:PORT..] by which callers dial this process beside its addresses: tokens name them",
+        "HOST:PORT[,HOST:PORT..] further names of this process, in tokens",
         default="",
         check=parse_endpoints,
     )
@@ -189,13 +185,13 @@ class TierSettings(ServiceSettings):
 
     region: str = setting("region of this process: KV moves within a region only", default="")
     kv_listen: str = setting(
-        "HOST:PORT of the socket transport or of Mooncake's probe; port 0 = any free one",
+        "HOST:PORT of the socket transport or of Mooncake's probe",
         default="",
         default_text="any free port on the host of --listen",
         check=check_address,
     )
     kv_advertise: str = setting(
-        "HOST:PORT of the KV transport that peers dial; HOST may be a name; port 0 = the port of --kv-listen",
+        "HOST:PORT of the KV transport that peers dial",
         default="",
         default_text="the host of --advertise",
         check=check_advertised,

@@ -76,9 +76,9 @@ class EngineSettings(WorkerSettings):
     """The settings of workers that own KV pages."""
 
     memory_bytes: int | None = setting(
-        "what the worker may take: of the host for all its ranks, or with --device cuda of each device",
+        "memory of the worker: of the host, or with --device cuda of each device",
         default=None,
-        default_text="half of the machine's or the container's; what is free on the device",
+        default_text="half of the machine's or container's; the device's free memory",
         least=1,
     )
     device_overhead_bytes: int = setting(
@@ -98,13 +98,12 @@ class EngineSettings(WorkerSettings):
         "dtype of the KV cache, the same in the cluster; auto = the weights'", default="auto", choices=_DTYPES
     )
     compute_dtype: str = setting(
-        "of products with bf16 and INT4 weights; auto = bf16 where the processor has a unit for it",
+        "of products; auto = bf16 where the processor has a unit for it",
         default="auto",
         choices=("auto", "float32"),
     )
     kv_registration: str = setting(
-        "what peers read: staged = copies of pages; direct = the pages, for rdma and device memory: a "
-        "process that reaches Mooncake's ports can then change live KV, and so answers, without an error",
+        "what peers read: staged = copies; direct = live pages, for RDMA and devices (docs/security.md)",
         default=STAGED,
         choices=REGISTRATIONS,
     )
@@ -123,23 +122,19 @@ class EngineSettings(WorkerSettings):
         "rows of one step, prefill chunks included", default=512, least=1, most=MAX_STEP_TOKENS
     )
     packed_dir: str | None = setting(
-        "where processes of this host share packed weights, and the next start finds them; off = nowhere",
+        "directory of packed weights, which this host's processes share; off = none",
         default=None,
         default_text="packed in --run-dir",
     )
     parallel: str | None = setting(
-        "ranks of this worker, each a process, such as tp=2,pp=2,kv=2 (docs/parallelism.md)",
+        "ranks of this worker, as tp=2,pp=2,kv=2 (docs/parallelism.md)",
         default=None,
         default_text="one process",
         check=check_parallel,
     )
-    restore_floor_ms: float = setting(
-        "how long any prompt may wait for KV of others, however quick it is to compute", default=FLOOR_MS
-    )
+    restore_floor_ms: float = setting("least time that a prompt may wait for KV of others", default=FLOOR_MS)
     max_waiting: int = setting("sequences that may wait for KV pages", default=256)
-    bench_step_ms: float = setting(
-        "for benchmarks: a step takes at least so long, as on a larger model", default=0.0
-    )
+    bench_step_ms: float = setting("least time of a step, for benchmarks", default=0.0)
     fake_pace_s: float = setting("with --engine fake: seconds each token takes", default=0.0)
 
 
