@@ -8,6 +8,7 @@ Rule    anything else, in words                  raise ROW.refused(field, name=.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -114,9 +115,14 @@ class Section:
         return row
 
     def markdown(self) -> list[str]:
-        """The rows as lines of a Markdown table."""
-        lines = ["", f"## {self.title}", "", "| Field | Refused with |", "|---|---|"]
-        return lines + [_line(row) for row in self.rows]
+        """The rows that state a number as lines of a Markdown table; nothing without such rows."""
+        lines = [_line(row) for row in self.rows if _states_number(row)]
+        head = ["", f"## {self.title}", "", "| Field | Refused with |", "|---|---|"]
+        return head + lines if lines else []
+
+
+def _states_number(row: Bound) -> bool:
+    return not isinstance(row, Rule) or re.search(r"\b\d", row.words) is not None
 
 
 def _line(row: Bound) -> str:
