@@ -1,4 +1,4 @@
-"""Write the tables of known keys into docs/checkpoints.md.
+"""Write the lists of known keys into docs/checkpoints.md.
 
 python scripts/gen_checkpoint_keys.py
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ _SECTIONS: tuple[tuple[str, KeyTable], ...] = (
 
 
 def render(page: str) -> str:
-    """The page with new tables after the mark. Keys that several sections treat alike stand in one table."""
+    """The page with new lists after the mark. Keys that several sections treat alike stand in one list."""
     prose = page.partition(_MARK)[0]
     models = _shared(_MODELS)
     heads = _without(_shared(_EAGLE_HEADS), models)
@@ -82,32 +82,14 @@ def _without(table: KeyTable, shared: KeyTable) -> KeyTable:
 
 
 def _section(title: str, table: KeyTable) -> str:
-    return f"\n### {title}\n\n| Keys | Supported | Why |\n|---|---|---|\n" + "".join(_rows(table))
+    fixed = [f"{key}: {_values(supported)}" for key, (supported, _) in sorted(table.fixed.items())]
+    lists = (("Used", sorted(table.used)), ("Must be", fixed), ("No effect", sorted(table.without_effect)))
+    lines = [f"- {name}: {', '.join(f'`{key}`' for key in keys)}\n" for name, keys in lists if keys]
+    return f"\n### {title}\n\n" + "".join(lines)
 
 
-def _rows(table: KeyTable) -> Iterator[str]:
-    if table.used:
-        yield _row(sorted(table.used), "used", "")
-    for reason, keys in _by_reason({key: reason for key, (_, reason) in table.fixed.items()}):
-        values = [" or ".join(map(_value, table.fixed[key][0])) or "null" for key in keys]
-        yield _row(keys, "; ".join(values), reason)
-    for reason, keys in _by_reason(table.without_effect):
-        yield _row(keys, "any value, without effect", reason)
-
-
-def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, list[str]]]:
-    return [
-        (reason, sorted(key for key in reasons if reasons[key] == reason))
-        for reason in dict.fromkeys(reasons.values())
-    ]
-
-
-def _row(keys: list[str], supported: str, why: str) -> str:
-    return f"| {', '.join(f'`{key}`' for key in keys)} | {supported} | {why} |\n"
-
-
-def _value(value: Any) -> str:
-    return f"`{json.dumps(value)}`"
+def _values(supported: Sequence[Any]) -> str:
+    return " or ".join(json.dumps(value) for value in supported) or "null"
 
 
 if __name__ == "__main__":
