@@ -354,8 +354,8 @@ def render_markdown() -> str:
         "",
         "The router refuses a request outside these bounds: on HTTP with status 400 in OpenAI's error shape",
         "(413 for the body's size), on gRPC with INVALID_ARGUMENT and a `google.rpc.BadRequest` field",
-        "violation. The message is the field, a colon and the words below, without the notes in italics. A row",
-        "without (HTTP) or (gRPC) holds in both APIs. The other rules are in their error messages alone.",
+        "violation. The message is the field, a colon and the words below, without the notes in italics.",
+        "A row without (HTTP) or (gRPC) holds in both APIs. Other rules are in their error messages alone.",
     ]
     for each in (*bounds.SECTIONS, list_bounds.LISTS, *api_bounds.API_SECTIONS, JOBS, *batch_bounds.SECTIONS):
         lines += each.markdown()
