@@ -22,11 +22,12 @@ from services.router.execution.policies.job_holds import JobHolds
 from services.router.execution.prompt_lengths import PromptLengths
 from services.router.execution.request_stats import count_end, is_cancelled
 from services.router.execution.running_request import RunningRequest, execute
+from services.router.execution.takeovers import Takeovers
 from services.router.recording.timeline import RequestTimeline
 from services.router.request.output_constraints import OutputConstraints
 from services.router.request.types import Caller, GenerationRequest
 from services.router.request.validation import check_caller, check_values
-from slipstream import bounds, errors
+from slipstream import errors
 from slipstream.sampling import OutputConstraint
 
 T = TypeVar("T")
@@ -65,6 +66,7 @@ class RequestManager:
         self._grammar_thread = FairThreads(n_threads=1)
         self._allow_requested_prefill = allow_requested_prefill
         self._runs: dict[tuple[str, str], RunningRequest] = {}
+        self._takeovers = Takeovers(self._runs)
         # Requests that are over for their clients, which may use the ids again, but not yet on the workers.
         self._releasing: dict[RunningRequest, tuple[tuple[str, str], asyncio.Task[None]]] = {}
         self._unread_timer: asyncio.TimerHandle | None = None  # while requests run
@@ -149,8 +151,12 @@ class RequestManager:
             await self.lengths.check(request, caller)
             self._check_draining()
         request_id = request.request_id or f"req-{os.urandom(12).hex()}"
-        is_takeover = bool(request.resume_after_tokens) or caller.attempt > 1
-        await self._free_id((caller.tenant, request_id), is_takeover=is_takeover)
+        key = (caller.tenant, request_id)
+        if _is_takeover(request, caller):
+            await self._takeovers.take(key)
+            self._check_draining()  # the router may have begun to drain during the wait
+        else:
+            self._takeovers.check_free(key)
         run = RunningRequest(request_id, movable=caller.attempt > 0, key_sha256=caller.key_sha256)
         run.constraint = constraint
         self._offer(run, request, caller, counts_prompt=counts_prompt)
@@ -185,19 +191,6 @@ class RequestManager:
             self.texts.release(caller.tenant, chars)
             run.end_metering(refusal)
             raise
-
-    async def _free_id(self, key: tuple[str, str], *, is_takeover: bool) -> None:
-        """Make sure that no request has this id. Raises InvalidArgument if one has.
-
-        A takeover ends the request with its id: the client lost its connection before the router noticed.
-        """
-        running = self._runs.get(key)
-        if running is not None and is_takeover:
-            running.end()
-            await running.released.wait()
-            self._check_draining()  # the router may have begun to drain during the wait
-        if key in self._runs:
-            raise bounds.REQUEST_ID_IN_USE.refused()
 
     async def abort(self, tenant: str, request_id: str) -> None:
         """End a request, and wait until all with its id are released. Does nothing for an unknown id."""
@@ -317,7 +310,7 @@ class RequestManager:
 
     def _refuse_early(self, request: GenerationRequest, caller: Caller) -> None:
         """Refuse without validating the request when admission has no room. Never refuses a takeover."""
-        if caller.attempt > 1 or request.resume_after_tokens:
+        if _is_takeover(request, caller):
             return
         if (request.priority or caller.priority or "default") in PRIORITIES:
             self.gate.refuse_early(self._admission(request, caller, "", request.text_chars))
@@ -394,3 +387,8 @@ class RequestManager:
         if run.ticket is not None:
             run.ticket.end(output_tokens=run.sink.completion_tokens)
         run.released.set()
+
+
+def _is_takeover(request: GenerationRequest, caller: Caller) -> bool:
+    """Whether the request goes on for one with its id."""
+    return caller.attempt > 1 or bool(request.resume_after_tokens)

@@ -19,6 +19,7 @@ from services.router.server import RouterServer
 from services.router.workers.connection import WorkerConnection
 from slipstream import bounds, errors
 from slipstream.async_client import AsyncClient
+from slipstream.calls.resume import ATTEMPT_HEADER
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.router.conftest import HELLO, WAIT_S, chat_of, eventually, hasten_writes, open_router, script
@@ -99,17 +100,21 @@ async def begin_and_hold(client: AsyncClient, cluster: FakeCluster) -> asyncio.T
     return running
 
 
+async def take_over(client: AsyncClient, *, attempt: int = 0, resume_after_tokens: int = 0) -> None:
+    """Ask for r-3 again, as a client that lost its connection does."""
+    request = router_pb2.GenerateRequest(
+        request_id="r-3", chat=chat_of(HELLO), resume_after_tokens=resume_after_tokens
+    )
+    metadata = ((ATTEMPT_HEADER, str(attempt)),)
+    async for _ in client._stub.Generate(request, timeout=60, metadata=metadata):
+        pass
+
+
 async def test_a_takeover_is_refused_when_the_router_began_to_drain_meanwhile(
     client: AsyncClient, cluster: FakeCluster, router: RouterServer
 ) -> None:
     running = await begin_and_hold(client, cluster)
-    request = router_pb2.GenerateRequest(request_id="r-3", resume_after_tokens=1, chat=chat_of(HELLO))
-
-    async def take_over() -> None:
-        async for _ in client._stub.Generate(request, timeout=60):
-            pass
-
-    taking = asyncio.create_task(take_over())
+    taking = asyncio.create_task(take_over(client, resume_after_tokens=1))
     await eventually(lambda: any(worker.aborted for worker in cluster.prefills))
     router.manager.drain()
     for prefill in cluster.prefills:
@@ -119,6 +124,43 @@ async def test_a_takeover_is_refused_when_the_router_began_to_drain_meanwhile(
         await taking
     with pytest.raises(errors.Aborted):
         await running
+    await eventually(lambda: not cluster.held and not router.manager.held)
+
+
+async def test_no_request_takes_the_id_that_a_takeover_waits_for(
+    client: AsyncClient, cluster: FakeCluster, router: RouterServer
+) -> None:
+    running = await begin_and_hold(client, cluster)
+    taking = asyncio.create_task(take_over(client, attempt=2))
+    await eventually(lambda: any(worker.aborted for worker in cluster.prefills))
+    assert not router.manager._runs and router.manager.held == 1
+    with pytest.raises(errors.InvalidArgument, match="request_id: is in use"):
+        await client.chat(HELLO, request_id="r-3")
+    for prefill in cluster.prefills:
+        prefill.gate.set()
+        prefill.abort_gate.set()
+    await taking
+    with pytest.raises(errors.Aborted):
+        await running
+    assert (await client.chat(HELLO, request_id="r-3")).text  # the id is free
+
+
+async def test_the_newest_of_several_takeovers_runs(
+    client: AsyncClient, cluster: FakeCluster, router: RouterServer
+) -> None:
+    running = await begin_and_hold(client, cluster)
+    former = asyncio.create_task(take_over(client, attempt=2))
+    await eventually(lambda: any(worker.aborted for worker in cluster.prefills))
+    newest = asyncio.create_task(take_over(client, attempt=3))
+    await eventually(lambda: (DEFAULT_TENANT, "r-3") in router.manager._runs)
+    for prefill in cluster.prefills:
+        prefill.gate.set()
+        prefill.abort_gate.set()
+    await newest
+    with pytest.raises(errors.Aborted):
+        await running
+    with pytest.raises(grpc.aio.AioRpcError, match="a newer attempt of the request replaced this one"):
+        await former
     await eventually(lambda: not cluster.held and not router.manager.held)
 
 
