@@ -74,11 +74,13 @@ class FairThreads:
             if self._queue.remove(name):
                 del self._waiting[name]
 
-    async def run_in_time(self, tenant: str, piece: Callable[[], T], deadline_s: float | None) -> T:
-        """Run a piece of a request that is not admitted. Raises DeadlineExceeded, too."""
+    async def run_in_time(
+        self, tenant: str, piece: Callable[[], T], deadline_s: float | None, *, admitted: bool = False
+    ) -> T:
+        """`run` for a request that is not admitted, with a deadline. Raises DeadlineExceeded, too."""
         try:
             async with asyncio.timeout_at(deadline_s):
-                return await self.run(tenant, piece, admitted=False)
+                return await self.run(tenant, piece, admitted=admitted)
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed") from None
 

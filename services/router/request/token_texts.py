@@ -11,6 +11,7 @@ from libs.text.tokenizer import Tokenizer
 from services.router.admission.fair_threads import FairThreads
 from services.router.request.model_card import ModelCard
 from services.router.request.token_ids import are_below
+from services.router.request.types import Caller
 from slipstream import bounds
 from slipstream.errors import InvalidArgument
 from slipstream.v1 import router_pb2
@@ -28,10 +29,13 @@ class TokenTexts:
         self._card = card
         self._threads = threads
 
-    async def text(self, ids: Sequence[int], *, tenant: str, field: str) -> str:
-        """The text of the ids, with the names of control tokens. Raises InvalidArgument, Overloaded."""
+    async def text(self, ids: Sequence[int], caller: Caller, *, field: str) -> str:
+        """The text of the ids, with the names of control tokens.
+
+        Raises InvalidArgument, Overloaded, DeadlineExceeded.
+        """
         check_count(ids, field)
-        return await self._run(lambda: self._decode(ids, field), ids, tenant)
+        return await self._run(lambda: self._decode(ids, field), ids, caller)
 
     async def of_prompt(self, ids: Sequence[int], *, tenant: str) -> str:
         """The text of the ids of an admitted request's prompt, whose values were checked."""
@@ -40,16 +44,16 @@ class TokenTexts:
             return piece()
         return await self._threads.run(tenant, piece)
 
-    async def each(self, ids: Sequence[int], *, tenant: str) -> list[str]:
-        """The text of each id of a prompt. Raises Overloaded."""
+    async def each(self, ids: Sequence[int], caller: Caller) -> list[str]:
+        """The text of each id of a prompt. Raises Overloaded, DeadlineExceeded."""
         return await self._run(
-            lambda: [self._card.tokenizer.decode([i], keep_special=True) for i in ids], ids, tenant
+            lambda: [self._card.tokenizer.decode([i], keep_special=True) for i in ids], ids, caller
         )
 
-    async def _run(self, piece: Callable[[], T], ids: Sequence[int], tenant: str) -> T:
+    async def _run(self, piece: Callable[[], T], ids: Sequence[int], caller: Caller) -> T:
         if len(ids) <= _INLINE_TOKENS:
             return piece()
-        return await self._threads.run(tenant, piece, admitted=False)
+        return await self._threads.run_in_time(caller.tenant, piece, caller.deadline_s)
 
     def _decode(self, ids: Sequence[int], field: str) -> str:
         if not are_below(ids, self._card.vocab_size):

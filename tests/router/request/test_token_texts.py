@@ -12,8 +12,10 @@ from libs.common.service_bounds import MAX_DECODED_TOKENS
 from services.router.admission.fair_threads import FairThreads
 from services.router.request.model_card import ModelCard, load_model_card
 from services.router.request.token_texts import TokenTexts
+from services.router.request.types import Caller
 from slipstream.errors import InvalidArgument
 
+CALLER = Caller(tenant="t")
 MODEL_DIR = Path(__file__).parents[3] / "models" / "slipstream-mini"
 
 
@@ -40,14 +42,12 @@ def threads() -> Iterator[CountedThreads]:
 async def test_many_ids_are_decoded_off_the_event_loop(card: ModelCard, threads: CountedThreads) -> None:
     texts = TokenTexts(card, threads)
     end = card.tokenizer.special_id("<|im_end|>")
-    assert await texts.text([104, 105, end], tenant="t", field="tokens") == "hi<|im_end|>"
-    assert await texts.each([104, end], tenant="t") == ["h", "<|im_end|>"]
+    assert await texts.text([104, 105, end], CALLER, field="tokens") == "hi<|im_end|>"
+    assert await texts.each([104, end], CALLER) == ["h", "<|im_end|>"]
     assert threads.ran == 0
     # Bytes that were joined id by id would take hours.
-    assert (
-        await texts.text([104] * MAX_DECODED_TOKENS, tenant="t", field="tokens") == "h" * MAX_DECODED_TOKENS
-    )
-    assert await texts.each([104] * 5000, tenant="t") == ["h"] * 5000
+    assert await texts.text([104] * MAX_DECODED_TOKENS, CALLER, field="tokens") == "h" * MAX_DECODED_TOKENS
+    assert await texts.each([104] * 5000, CALLER) == ["h"] * 5000
     assert threads.ran == 2
 
 
@@ -63,5 +63,5 @@ async def test_ids_that_cannot_be_decoded_are_refused(
     card: ModelCard, threads: CountedThreads, ids: list[int], words: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=words) as refusal:
-        await TokenTexts(card, threads).text(ids, tenant="t", field="token_ids")
+        await TokenTexts(card, threads).text(ids, CALLER, field="token_ids")
     assert refusal.value.field == "token_ids"

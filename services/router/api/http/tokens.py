@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -47,31 +48,37 @@ class TokenEndpoint:
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         """The ids of a text, or of a conversation as the chat template renders it."""
-        caller = self._reader.caller(request, request.path)
+        caller = self._caller(request)
         with limited_call(self._manager.context.metering, caller):
             body, n_bytes = await self._read(request, caller, parse_tokenize)
             found = await self._tokens(body, caller, n_bytes)
         headers = count_ignored(self._manager.context.counters, body.ignored)
         return await self._delivery.send_object(request, caller.tenant, found, headers=headers)
 
+    def _caller(self, request: web.Request) -> Caller:
+        """The caller, with the deadline of the whole call."""
+        caller = self._reader.caller(request, request.path)
+        return caller.within_default(asyncio.get_running_loop().time())
+
     async def _tokens(self, body: Tokenize, caller: Caller, n_bytes: int) -> dict[str, object]:
         async with self._manager.token_slots.serving(caller.tenant, n_bytes):
             ids = await prompt_ids(self._manager, self._with_edge(body.request), caller, n_bytes=n_bytes)
             if body.with_texts:
                 check_count(ids, "return_token_strs")
-                texts = await self._texts.each(ids.tolist(), tenant=caller.tenant)
+                texts = await self._texts.each(ids.tolist(), caller)
             return {
                 "count": len(ids),
                 "max_model_len": self._card.max_context_tokens,
-                "tokens": await self._listed(ids, caller.tenant),
+                "tokens": await self._listed(ids, caller),
                 "token_strs": texts if body.with_texts else None,
             }
 
-    async def _listed(self, ids: TokenArray, tenant: str) -> msgspec.Raw:
+    async def _listed(self, ids: TokenArray, caller: Caller) -> msgspec.Raw:
         """The ids as JSON. Many are listed off the event loop, and part by part."""
         if len(ids) <= LISTED_TOGETHER:
             return listed_json(ids)
-        return await self._manager.context.threads.run(tenant, partial(listed_json, ids))
+        threads, listing = self._manager.context.threads, partial(listed_json, ids)
+        return await threads.run_in_time(caller.tenant, listing, caller.deadline_s, admitted=True)
 
     def _with_edge(self, request: GenerationRequest) -> GenerationRequest:
         """The request, where the prompt `[BOS]` alone is that token: so evals ask for its id.
@@ -94,7 +101,7 @@ class TokenEndpoint:
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """The text of token ids, with the names of control tokens."""
-        caller = self._reader.caller(request, request.path)
+        caller = self._caller(request)
         with limited_call(self._manager.context.metering, caller):
             body, n_bytes = await self._read(request, caller, parse_detokenize)
             found = {"prompt": await self._text(body, caller, n_bytes)}
@@ -104,7 +111,7 @@ class TokenEndpoint:
     async def _text(self, body: Detokenize, caller: Caller, n_bytes: int) -> str:
         check_model(body.model, self._card.names)
         async with self._manager.token_slots.serving(caller.tenant, n_bytes):
-            return await self._texts.text(body.token_ids, tenant=caller.tenant, field="tokens")
+            return await self._texts.text(body.token_ids, caller, field="tokens")
 
     async def _read(self, request: web.Request, caller: Caller, parse: Callable[[bytes], T]) -> tuple[T, int]:
         sent = await self._reader.encoded_body(request, caller.tenant)

@@ -22,6 +22,11 @@ from tests.router.conftest import MAX_CONTEXT_TOKENS
 
 # One token each: far beyond the context, and some pieces of the tokenizer long.
 LONG = "\x01" * 900_000
+LONG_BODIES = {
+    "/tokenize": {"prompt": LONG[:20_000]},
+    "/detokenize": {"tokens": [97] * 2_000},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": LONG[:20_000]}]},
+}
 N_CHARS = [2_500, len(LONG)]
 
 
@@ -99,7 +104,7 @@ async def test_a_long_count_takes_turns_with_other_tenants_off_the_event_loop(
     assert threads and threading.get_ident() not in threads
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("path", list(LONG_BODIES))
 @pytest.mark.parametrize("limit_ms", [20, None])
 async def test_a_count_ends_with_its_time_limit(
     router: RouterServer, monkeypatch: pytest.MonkeyPatch, limit_ms: int | None, path: str
@@ -113,11 +118,7 @@ async def test_a_count_ends_with_its_time_limit(
     try:
         async with aiohttp.ClientSession(f"http://{router.http_endpoint}") as http:
             headers = {} if limit_ms is None else {"x-request-timeout-ms": str(limit_ms)}
-            text = LONG[:20_000]
-            body = (
-                {"prompt": text} if path == "/tokenize" else {"messages": [{"role": "user", "content": text}]}
-            )
-            async with http.post(path, json=body, headers=headers) as answer:
+            async with http.post(path, json=LONG_BODIES[path], headers=headers) as answer:
                 assert answer.status == 504
         assert pool.waiting == 0
     finally:
