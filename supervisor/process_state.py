@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from enum import StrEnum
 
-from libs.common.runtime.exit_codes import MODEL_UNUSABLE
+from libs.common.runtime.exit_codes import HUNG, MODEL_UNUSABLE
 
 
 class ProcessState(StrEnum):
@@ -26,4 +26,6 @@ def how_ended(code: int) -> str:
         return f"was ended by {signal.Signals(-code).name if named else f'signal {-code}'}"
     if code == MODEL_UNUSABLE:
         return f"cannot use its model (exit code {code})"
+    if code == HUNG:
+        return f"ended while a part of it hung (exit code {code})"
     return f"ended with exit code {code}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from libs.common.runtime.exit_codes import HUNG
+
 # A checkpoint's config.json has a few KiB; the index of Kimi-K2.5 names 208,550 tensors in 23 MB.
 MAX_CONFIG_BYTES = 4 << 20
 MAX_CHECKPOINT_INDEX_BYTES = 256 << 20
@@ -69,7 +71,7 @@ ROWS = (
         "others go in messages / no drafts from them",
     ),
     ("Draft features in one message", f"{MAX_DRAFT_MESSAGE_BYTES} bytes", "others wait"),
-    ("End of a hanging worker after its drain (`--drain-s`)", f"{END_S:g} s", "it ends itself with status 1"),
+    ("End of a hanging worker after its drain (`--drain-s`)", f"{END_S:g} s", f"it ends with status {HUNG}"),
     ("End of a process of `slipstream up` after its drain (`--grace-s`)", f"{KILL_AFTER_S:g} s", "killed"),
     ("`--drain-s`, `--grace-s` and `--ready-timeout-s`", f"{MAX_PROCESS_WAIT_S:,.0f} s", "refused by name"),
 )

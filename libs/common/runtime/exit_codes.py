@@ -12,6 +12,8 @@ from pathlib import Path
 
 # The exit code of a process that cannot use its model: another start would fail in the same way.
 MODEL_UNUSABLE = 78
+# The exit code of a process that was to end in order, and one of whose threads or waits did not end.
+HUNG = 70
 _EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Files with the counts of this container (cgroup v2), or else of the whole kernel.
 _OOM_COUNTS = ((Path("/sys/fs/cgroup/memory.events"), "oom_kill"), (Path("/proc/vmstat"), "oom_kill"))

@@ -1,4 +1,4 @@
-"""The thread on which a worker runs its model. A process in which it hangs ends with status 1."""
+"""The thread on which a worker runs its model. A process in which it hangs ends with status 70."""
 
 from __future__ import annotations
 

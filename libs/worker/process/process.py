@@ -72,7 +72,7 @@ def run_worker(
         except ModuleNotFoundError as error:
             log.error("%s cannot start: %s", options.instance, missing_package(error, role))
             status = 1
-        await end.finish()
+        await end.finish(status)
         return status
 
     return asyncio.run(main())

@@ -134,5 +134,5 @@ def test_a_worker_whose_step_hangs_stops(cluster: LocalCluster) -> None:
                 os.kill(begun.others[-1], signal.SIGCONT)
     until(lambda: not any(map(alive, begun.others)), what="the end of all ranks")
     begun.check_continued()
-    cluster.until_logged(begun.worker, "the process ends while threads of it hang")
+    cluster.until_logged(begun.worker, "while parts of it hang")
     cluster.until_running(begun.worker, but=begun.rank_0)

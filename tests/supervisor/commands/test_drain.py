@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from libs.common.runtime.exit_codes import HUNG
 from slipstream.cli.access import OperatorAccess
 from slipstream.credentials.user_name import user_name
 from slipstream.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
@@ -118,6 +119,7 @@ async def test_a_process_that_is_down_has_a_status(running: ClusterSupervisor, f
 
 def test_ends_have_words_whatever_ended_it() -> None:
     assert how_ended(5) == "ended with exit code 5"
+    assert how_ended(HUNG) == "ended while a part of it hung (exit code 70)"
     assert how_ended(-signal.SIGKILL) == "was ended by SIGKILL"
     assert how_ended(-signal.SIGRTMIN - 1) == f"was ended by signal {signal.SIGRTMIN + 1}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from libs.common.runtime.exit_codes import HUNG, MODEL_UNUSABLE
 from libs.common.transport.registered_memory import PAGE_BYTES, PageAlignedMemory
 from libs.engine.core.fake import build_fake_engine
 from libs.engine.step.turn_lock import TurnLock
@@ -53,7 +55,7 @@ def exporter_of(parts: HungParts) -> PageExporter:
 async def finished(end: BoundedEnd) -> list[int]:
     """The statuses with which `finish` would end the process."""
     statuses: list[int] = []
-    await end.finish(statuses.append)
+    await end.finish(end=statuses.append)
     return statuses
 
 
@@ -66,8 +68,9 @@ async def test_a_collection_that_waits_for_a_hung_step_is_no_reason_to_stay(
         exporting = asyncio.ensure_future(exporter_of(parts).export([1], is_read=True))
         await asyncio.to_thread(parts.waits.wait, WAIT_S)
         exporting.cancel()
-        assert await finished(end) == [1]
-    assert "the process ends while threads of it hang: loop-pool_" in caplog.text
+        assert await finished(end) == [HUNG]
+    assert f"the process ends with status {HUNG} while parts of it hang: loop-pool_" in caplog.text
+    assert " > HungParts.collect:" in caplog.text
 
 
 async def test_a_step_that_hangs_is_no_end_in_order(
@@ -88,8 +91,9 @@ async def test_a_step_that_hangs_is_no_end_in_order(
     await asyncio.to_thread(waits.wait, WAIT_S)
     await end.close(thread.stop)
     assert "the engine thread did not end within 0.05 s" in caplog.text
-    assert await finished(end) == [1]
-    assert "the process ends while threads of it hang: engine" in caplog.text
+    assert await finished(end) == [HUNG]
+    assert "while parts of it hang: engine in " in caplog.text
+    assert f" > {hang.__qualname__}:" in caplog.text
     go.set()
     assert await finished(BoundedEnd(close_s=WAIT_S, threads_s=WAIT_S)) == []
 
@@ -113,9 +117,26 @@ async def test_threads_that_end_in_time_leave_the_end_to_the_interpreter() -> No
 
 async def test_a_close_that_hangs_is_cut(caplog: pytest.LogCaptureFixture) -> None:
     end = BoundedEnd(close_s=SHORT_S, threads_s=WAIT_S)
-    await end.close(asyncio.Event().wait)  # type: ignore[arg-type]
+    unset = asyncio.Event()
+
+    async def close() -> None:
+        await unset.wait()
+
+    await end.close(close)
     assert "did not close within 0.05 s" in caplog.text
-    assert await finished(end) == [1]
+    assert await finished(end) == [HUNG]
+    assert re.search(rf"hang: the worker's end in {close.__qualname__}:\d+ > Event.wait:", caplog.text)
+
+
+async def test_a_hanging_thread_does_not_hide_the_status_of_a_failure() -> None:
+    end, go = BoundedEnd(close_s=WAIT_S, threads_s=SHORT_S), threading.Event()
+    waiting = asyncio.ensure_future(asyncio.to_thread(go.wait, WAIT_S))
+    await asyncio.sleep(0)
+    statuses: list[int] = []
+    await end.finish(MODEL_UNUSABLE, statuses.append)
+    assert statuses == [MODEL_UNUSABLE]
+    go.set()
+    await waiting
 
 
 @pytest.mark.parametrize("error", [TimeoutError, ValueError])
@@ -158,7 +179,7 @@ def test_a_process_with_a_thread_that_hangs_ends() -> None:
 
         asyncio.run(main())
     """
-    assert run(text, lambda process: process.wait(WAIT_S)) == 1
+    assert run(text, lambda process: process.wait(WAIT_S)) == HUNG
 
 
 def test_a_worker_that_cannot_start_ends_while_a_thread_hangs() -> None:
@@ -194,4 +215,4 @@ def test_a_worker_that_cannot_start_ends_while_a_thread_hangs() -> None:
     )
     assert done.returncode == 1
     assert "d0 cannot start: no room here" in done.stderr
-    assert "the process ends while threads of it hang: loop-pool_" in done.stderr
+    assert "the process ends with status 1 while parts of it hang: loop-pool_" in done.stderr
