@@ -51,11 +51,17 @@ def drain_process(run_dir: Path, name: str, *, timeout_s: float) -> None:
 def undrain_process(run_dir: Path, name: str, *, timeout_s: float, dial: Dial) -> None:
     """Start a process that was drained and ended; let one that drains and runs on take work again.
 
-    Raises NotFound, FailedPrecondition for one that starts, DeadlineExceeded, and what the process answers.
+    One that ends by a local drain starts again after its end. Raises NotFound, FailedPrecondition for one
+    that starts, DeadlineExceeded, and what the process answers.
     """
     process = _service(run_dir, name)
     if process.state == ProcessState.DRAINED:
         _restart(run_dir, [process.instance], timeout_s=timeout_s)
+        return
+    if drained_by(run_dir, process.instance):  # it has SIGTERM, which nothing takes back
+        set_drained(run_dir, process.instance, by="")
+        _wait(run_dir, process.instance, _is_back(process), timeout_s, "ends, and is not back")
+        print(f"{process.instance} takes work", flush=True)
         return
     _check_runs(process)
     if process.state != ProcessState.READY:  # nothing listens yet
@@ -98,12 +104,15 @@ def _is_drained(run_dir: Path, name: str, dial: Dial) -> bool:
 
 
 def _restart(run_dir: Path, names: Sequence[str], *, timeout_s: float) -> None:
-    """Restart these together; returns when all are ready again."""
+    """Restart these together; returns when all are ready again.
+
+    One that backs off after a crash gets no signal: it starts again by itself.
+    """
     began_s = time.monotonic()
     processes = [_service(run_dir, name) for name in names]
     for process in processes:
         set_drained(run_dir, process.instance, by="")
-        if process.state != ProcessState.DRAINED:
+        if process.state not in (ProcessState.DRAINED, ProcessState.BACKING_OFF):
             _terminate(process)
     for process in processes:
         _wait(run_dir, process.instance, _is_back(process), timeout_s, "is not back")

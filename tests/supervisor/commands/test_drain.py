@@ -14,8 +14,9 @@ from libs.common.runtime.exit_codes import HUNG
 from slipstream.cli.access import OperatorAccess
 from slipstream.credentials.user_name import user_name
 from slipstream.errors import DeadlineExceeded, FailedPrecondition, Internal, NotFound
+from slipstream.rpc.dial import PLAIN_DIAL
 from supervisor.cluster import ClusterSupervisor
-from supervisor.commands.drain import drain_process, restart_process
+from supervisor.commands.drain import drain_process, restart_all, restart_process, undrain_process
 from supervisor.commands.status import show_named
 from supervisor.commands.up import say
 from supervisor.drain_marks import drained_by
@@ -92,6 +93,45 @@ async def test_what_cannot_be_drained_can_start_later(running: ClusterSupervisor
     with pytest.raises(FailedPrecondition, match="kvstore-0 cannot be written: "):
         await drain()
     assert running.record().find("kvstore-0").state == "ready"
+
+
+async def test_undrain_of_a_process_that_still_ends_lets_it_start_again(
+    running: ClusterSupervisor, fake: FakeCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, name = fake.config.run_dir, "prefill-0"
+
+    async def undrain(timeout_s: float) -> None:
+        await asyncio.to_thread(undrain_process, run_dir, name, timeout_s=timeout_s, dial=PLAIN_DIAL)
+
+    with pytest.raises(DeadlineExceeded, match="has not ended"):
+        await asyncio.to_thread(drain_process, run_dir, name, timeout_s=0.2)
+    assert drained_by(run_dir, name)
+    with pytest.raises(DeadlineExceeded, match=r"prefill-0 ends, and is not back after 0\.2 s"):
+        await undrain(0.2)
+    assert not drained_by(run_dir, name)
+    with pytest.raises(DeadlineExceeded, match="has not ended"):
+        await asyncio.to_thread(drain_process, run_dir, name, timeout_s=0.2)
+    undraining = asyncio.create_task(undrain(WAIT_S))
+    await eventually(lambda: not drained_by(run_dir, name))
+    running.kill(name)
+    await undraining
+    assert running.record().find(name).state == "ready"
+    assert capsys.readouterr().out == "prefill-0 takes work\n"
+
+
+async def test_a_rolling_restart_waits_for_a_process_that_backs_off(
+    fake: FakeCluster, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("supervisor.process._FIRST_PAUSE_S", 2.0)
+    config = fake.but(prefill=1, decode=1, kvstores=0, drafters=0)
+    async with supervised(config, say=said.append) as running:
+        before = {each.instance: each.pid for each in running.record().processes}
+        running.kill("decode-0")
+        await eventually(lambda: running.record().find("decode-0").state == "backing off")
+        await asyncio.to_thread(restart_all, config.run_dir, timeout_s=WAIT_S, dial=PLAIN_DIAL)
+        for each in running.record().processes:
+            assert each.state == "ready"
+            assert (each.pid == before[each.instance]) == (not each.has_worker_service), each.instance
 
 
 async def test_a_process_that_is_down_has_a_status(running: ClusterSupervisor, fake: FakeCluster) -> None:
