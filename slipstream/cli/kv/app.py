@@ -20,7 +20,8 @@ kv_app = typer.Typer(
 )
 
 Nodes = Annotated[
-    list[str] | None, typer.Option("--node", help="Only this node: its name or host:port; repeatable.")
+    list[str] | None,
+    typer.Option("--node", help="Only this node: its name, kvstore/name or host:port; repeatable."),
 ]
 Hashes = Annotated[list[str] | None, typer.Argument(help="Block hashes, 32 hex digits each.")]
 

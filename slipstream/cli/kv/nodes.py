@@ -69,11 +69,14 @@ def _endpoints(record: ClusterRecord, named: Sequence[str]) -> dict[str, str]:
 
 
 def _chosen(nodes: dict[str, str], named: Sequence[str]) -> dict[str, str]:
-    """The named ones, or all. Raises NotFound."""
+    """The named ones, each by its name or "kvstore/name", or all. Raises NotFound."""
+    chosen = {}
     for name in named:
-        if name not in nodes:
+        instance = name.removeprefix(f"{_ROLE}/")
+        if instance not in nodes:
             raise NotFound(f"no KV store node {name!r}; there are {', '.join(nodes) or 'none'}")
-    return {name: nodes[name] for name in named} if named else nodes
+        chosen[instance] = nodes[instance]
+    return chosen if named else nodes
 
 
 async def ask_all(

@@ -166,3 +166,14 @@ async def test_a_routed_call_has_the_time_that_it_is_given(monkeypatch: pytest.M
             with pytest.raises(TypeError):  # the answer is none
                 await call(worker_pb2.GetStatusRequest(), timeout=timeout_s)
     assert times_s == [0.0, 3.0, 3600.0]
+
+
+@pytest.mark.parametrize("name", ["kvstore-1", "kvstore/kvstore-1"])
+def test_kv_finds_a_node_by_its_name_or_its_tier_and_name(port: FleetPort, name: str) -> None:
+    port.processes.update({f"kvstore-{n}": process("kvstore", n) for n in range(2)})
+    assert invoke(port, "kv", "stat", "--node", name).exit_code == 0
+    assert {instance for instance, *_ in port.calls} == {"kvstore-1"}
+    for other in ("decode/kvstore-1", "decode/decode-0", "kvstore/kvstore-2"):
+        answer = invoke(port, "kv", "stat", "--node", other)
+        assert isinstance(answer.exception, NotFound)
+        assert answer.exception.message == f"no KV store node {other!r}; there are kvstore-0, kvstore-1"
