@@ -219,6 +219,7 @@ class DecodeSequence(SequenceTask):
             engine.fill(spec.seq_id, spec.context_tokens)
             engine.start(spec.seq_id, first_token=first_token, constraint=constraint)
 
+        await core.thread.receive(spec.seq_id, spec.context_tokens)
         await core.thread.call(commit)
         self._release_handoff()
         self._send_running()
@@ -281,6 +282,7 @@ class DecodeSequence(SequenceTask):
             self._speculation.open(spec.seq_id)
         core.attach(spec.seq_id, self, computed_tokens=filled, prefilling=True)
 
+        await core.thread.receive(spec.seq_id, filled)
         await core.thread.call(lambda engine: engine.fill(spec.seq_id, filled))
         self._pages = (await core.spare_late_pages(reservation, found)).pages
         constraint = await self._constraint

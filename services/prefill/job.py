@@ -208,6 +208,7 @@ class PrefillJob(SequenceTask):
         )
         filled = (first + len(found.tiers)) * block_tokens
         if found.tiers:
+            await self._core.thread.receive(spec.seq_id, filled)
             await self._core.thread.call(lambda engine: engine.fill(spec.seq_id, filled))
             self._note_cached(found.tiers)
             self._advance(first + len(found.tiers))

@@ -16,6 +16,7 @@ from libs.engine.core.step_commit import commit_outputs, fail, progress
 from libs.engine.core.step_outputs import split_result
 from libs.engine.kv.block_features import BlockFeatures, feature_bytes
 from libs.engine.kv.block_manager import BlockManager
+from libs.engine.kv.copied_pages import CopiedPages
 from libs.engine.kv.page_copies import PageCopies
 from libs.engine.kv.page_pins import PagePins
 from libs.engine.kv.sequence import EngineSequence, SequenceState
@@ -71,8 +72,9 @@ class PagedEngine:
         self._features = BlockFeatures(feature_bytes(model.info.n_pages * model.info.page_bytes))
         self._copies = PageCopies(model.memory, model.info.page_bytes, model.page_parts)
         self.state_lock = StateLock()
+        self._copied = CopiedPages(self._blocks, self.state_lock.released)
         self._shared = SharedBlocks(
-            self._blocks, self._copies, model.info, self.state_lock.released, enabled=share_running_prefixes
+            self._blocks, self._copies, self._copied, model.info, enabled=share_running_prefixes
         )
         self._sequences: dict[str, EngineSequence] = {}
         self._shares = PrefillShares()
@@ -128,18 +130,22 @@ class PagedEngine:
         return PageReservation(spec.seq_id, tuple(sequence.pages), sequence.n_computed)
 
     @locked
+    def receive(self, seq_id: str, n_tokens: int) -> None:
+        sequence = self._reserved(seq_id)
+        sequence.check_fill(n_tokens)
+        pages = sequence.pages_until(n_tokens)
+        with self._copied.copying(pages):
+            self._copies.receive(pages)
+        if self._sequences.get(seq_id) is not sequence:
+            raise NotFound(f"no sequence {seq_id}: it was released meanwhile")
+        sequence.n_received = n_tokens
+
+    @locked
     def fill(self, seq_id: str, n_tokens: int) -> None:
         sequence = self._reserved(seq_id)
-        if not sequence.n_computed <= n_tokens <= sequence.n_tokens:
-            raise FailedPrecondition(
-                f"{seq_id}: filled to {n_tokens}, outside [{sequence.n_computed}, {sequence.n_tokens}]"
-            )
-        block_tokens = self.info.block_tokens
-        filled = slice(sequence.n_computed // block_tokens, -(-n_tokens // block_tokens))
-        with self.state_lock.released():  # only this thread gives pages to others, also released ones
-            self._copies.receive(sequence.pages[filled])
-        if seq_id not in self._sequences:
-            raise NotFound(f"no sequence {seq_id}: it was released meanwhile")
+        sequence.check_fill(n_tokens)
+        if self.page_parts is not None and n_tokens > max(sequence.n_received, sequence.n_computed):
+            raise FailedPrecondition(f"{seq_id}: filled to {n_tokens}, received to {sequence.n_received}")
         sequence.n_computed = n_tokens
         # Without the block of the last token, because this engine may still compute it into this page.
         sequence.commit_blocks(min(n_tokens, sequence.n_tokens - 1), self._blocks)
@@ -284,7 +290,7 @@ class PagedEngine:
             self._sequences.values(),
             pinned_pages=len(self._pins),
             pages_awaited=self._awaited(),
-            launched_pages=self._shared.count_pages()
+            launched_pages=self._copied.count_pages()
             + (self._ahead.count_pages() if self._ahead is not None else 0),
             steps_aborted=self._step_abort.n_aborted,
         )

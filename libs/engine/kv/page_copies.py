@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class PageCopies:
-    """`memory`: as Engine.memory. Only the engine's thread calls `copy`; any thread reads."""
+    """`memory`: as Engine.memory. Only the engine's thread calls `copy`; any thread reads and receives."""
 
     def __init__(
         self, memory: memoryview | DeviceBytes, page_bytes: int, parts: PageParts | None = None
@@ -67,7 +67,7 @@ class PageCopies:
             return memoryview(self._to_host(content).numpy())
 
     def receive(self, pages: Sequence[int]) -> None:
-        """Let steps read pages that peers wrote to the memory; only the engine's thread calls it."""
+        """Let steps read pages that peers wrote to the memory; it may wait for a step."""
         if self._parts is not None:
             self._parts.scatter(pages)
 

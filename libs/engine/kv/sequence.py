@@ -76,6 +76,7 @@ class EngineSequence:
         self.waited_tokens = 0  # tokens computed for other prompts while this one waited
         self.pages: list[int] = []
         self.n_computed = 0
+        self.n_received = 0  # KV of so many tokens is where steps read it, see Engine.receive
         self.n_tokens = spec.context_tokens
         self.finish: FinishReason | None = None  # set if the first token, passed to `start`, is the last
         self.hashes = list(hashes)  # hashes of leading full blocks
@@ -191,6 +192,17 @@ class EngineSequence:
             fresh = self._buffer[known * self._block_tokens : n_blocks * self._block_tokens]
             self.hashes += chain.extend(fresh)
         return self.hashes[:n_blocks]
+
+    def check_fill(self, n_tokens: int) -> None:
+        """Raise FailedPrecondition where KV of the first `n_tokens` cannot be filled."""
+        if not self.n_computed <= n_tokens <= self.n_tokens:
+            raise FailedPrecondition(
+                f"{self.spec.seq_id}: filled to {n_tokens}, outside [{self.n_computed}, {self.n_tokens}]"
+            )
+
+    def pages_until(self, n_tokens: int) -> list[int]:
+        """The pages of the positions from `n_computed` to `n_tokens`."""
+        return self.pages[self.n_computed // self._block_tokens : -(-n_tokens // self._block_tokens)]
 
     def exchange(self, pages: Sequence[int], blocks: BlockManager, *, leave: int) -> PageReservation:
         """Replace these pages by fresh ones, as `Engine.exchange`."""

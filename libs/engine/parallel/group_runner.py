@@ -39,7 +39,8 @@ from slipstream.errors import FailedPrecondition
 
 log = logging.getLogger(__name__)
 
-# Of the pages that ranks collect before a step may take its turn: their copy takes about as long as a step.
+# Of the pages that ranks collect or take before a step may have its turn: their copy takes about as long as
+# a step.
 _TURN_BYTES = 64 << 20
 
 
@@ -58,7 +59,7 @@ def end_process(reason: str) -> None:
 
 
 class GroupRunner:
-    """A loaded model over several processes. One thread drives it; any thread may call `collect`.
+    """A loaded model over several processes. One thread drives it; any may call `collect` and `scatter`.
 
     It is the `PageParts` of its engine where each rank has a separate memory.
     """
@@ -157,22 +158,26 @@ class GroupRunner:
         self._move(PageMove.COPY, [page for pair in pairs for page in pair])
 
     def collect(self, pages: Sequence[int]) -> None:
-        """See `PageParts`. Its thread may be one of many, so a failure ends the worker from here.
+        """See `PageParts`."""
+        self._move_in_turns(PageMove.COLLECT, pages)
 
-        Not so once the group closes: copies that wait for peers may come behind the end of the engine.
+    def scatter(self, pages: Sequence[int]) -> None:
+        """See `PageParts`."""
+        self._move_in_turns(PageMove.SCATTER, pages)
+
+    def _move_in_turns(self, move: PageMove, pages: Sequence[int]) -> None:
+        """Move pages beside steps. The thread may be one of many, so a failure ends the worker from here.
+
+        Not so once the group closes: copies for or by peers may come behind the end of the engine.
         """
         try:
             step = max(1, _TURN_BYTES // self.cache.page_bytes)
             for begin in range(0, len(pages), step):
-                self._move(PageMove.COLLECT, list(pages[begin : begin + step]))
+                self._move(move, list(pages[begin : begin + step]))
         except GroupBroken as error:
             if not self._is_closed:
                 self._on_death(str(error))
             raise
-
-    def scatter(self, pages: Sequence[int]) -> None:
-        """See `PageParts`."""
-        self._move(PageMove.SCATTER, list(pages))
 
     def _move(self, move: PageMove, pages: list[int]) -> None:
         if not pages:

@@ -5,10 +5,10 @@ The block is copied and not referenced, because peers know the addresses of a pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 
 from libs.engine.kv.block_manager import BlockManager
+from libs.engine.kv.copied_pages import CopiedPages
 from libs.engine.kv.page_copies import PageCopies
 from libs.engine.kv.sequence import EngineSequence
 from libs.engine.scheduling.prefix_sharing import Following, PrefixWork, find_followers
@@ -22,22 +22,16 @@ class SharedBlocks:
         self,
         blocks: BlockManager,
         copies: PageCopies,
+        copied: CopiedPages,
         info: EngineInfo,
-        unlocked: Callable[[], AbstractContextManager[None]],
         *,
         enabled: bool = True,
     ) -> None:
-        """`unlocked`: releases the engine's lock for a while, which the calls here are under."""
         self._blocks = blocks
         self._copies = copies
-        self._unlocked = unlocked
+        self._copied = copied
         self._block_tokens = info.block_tokens
         self._enabled = enabled
-        self._copying: list[int] = []  # pages that are read now
-
-    def count_pages(self) -> int:
-        """Pages that a copy alone holds: the sequences that had them are released."""
-        return sum(self._blocks.references(page) == 1 for page in self._copying)
 
     def copy_new(self, prefilling: Sequence[EngineSequence]) -> dict[str, int]:
         """Copy the blocks that became findable since the last call; returns the tokens saved per sequence.
@@ -69,14 +63,8 @@ class SharedBlocks:
         found = self._blocks.match(self._reusable(sequence)[first:])
         if not found:
             return 0
-        self._blocks.acquire(found)
-        self._copying = found
-        try:
-            with self._unlocked():
-                self._copies.copy(zip(found, sequence.pages[first:], strict=False))
-        finally:
-            self._copying = []
-            self._blocks.release(found)  # marks them as recently used, so that they are not evicted next
+        with self._copied.copying(found):
+            self._copies.copy(zip(found, sequence.pages[first:], strict=False))
         before = sequence.n_computed
         sequence.n_computed = (first + len(found)) * self._block_tokens
         return sequence.n_computed - before

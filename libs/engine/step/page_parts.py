@@ -21,5 +21,8 @@ class PageParts(Protocol):
         ...
 
     def scatter(self, pages: Sequence[int]) -> None:
-        """Copy pages from `Engine.memory` to where steps read them. The engine's thread only."""
+        """Copy pages from `Engine.memory` to where steps read them. Any thread; takes turns with steps.
+
+        No step reads or writes the pages meanwhile.
+        """
         ...

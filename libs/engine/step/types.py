@@ -206,7 +206,7 @@ class DeviceBytes(Tensor, Protocol):
 class Engine(Protocol):
     """The model on one device group. Synchronous.
 
-    One thread makes all calls. Any thread may call `abandon`, `try_release` and `read_page`.
+    One thread makes all calls. Any thread may call `abandon`, `try_release`, `read_page` and `receive`.
     """
 
     @property
@@ -247,12 +247,19 @@ class Engine(Protocol):
         """
         ...
 
+    def receive(self, seq_id: str, n_tokens: int) -> None:
+        """Bring the pages that the next `fill` names from `memory` to where steps read them.
+
+        It copies only with `page_parts`, beside steps, and takes turns with them. Any thread may call it.
+        Raises the errors of `fill`; NotFound also for a sequence that is released meanwhile.
+        """
+        ...
+
     def fill(self, seq_id: str, n_tokens: int) -> None:
         """Record that the reserved pages have verified KV of positions [cached_tokens, n_tokens).
 
-        With `page_parts` it takes these pages from `memory`. A sequence that is released then is NotFound.
-
-        Allowed only between reserve and start; n_tokens never falls. Raises NotFound, FailedPrecondition.
+        Allowed only between reserve and start, with `page_parts` after `receive`; n_tokens never falls.
+        Raises NotFound, FailedPrecondition.
         """
         ...
 

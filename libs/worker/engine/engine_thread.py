@@ -162,6 +162,21 @@ class EngineThread:
         """Unpin pages between steps. `evict_first`: the engine takes them before all others."""
         return self.submit(lambda engine: engine.unpin(pages, evict_first=evict_first))
 
+    async def receive(self, seq_id: str, n_tokens: int) -> None:
+        """See `Engine.receive`; it runs beside steps. A cancel of the caller does not end it."""
+        engine, loop = self._engine, self._loop
+        assert engine is not None and loop is not None
+        if engine.page_parts is None:
+            return
+
+        def run() -> None:
+            try:
+                engine.receive(seq_id, n_tokens)
+            finally:
+                self._publish(engine)  # pages of a sequence that was released meanwhile are free now
+
+        await asyncio.shield(loop.run_in_executor(None, run))
+
     def release(self, seq_id: str) -> asyncio.Future[None]:
         """Release a sequence: at once when the step in progress has no row of it, else after that step.
 
@@ -260,7 +275,7 @@ class EngineThread:
         return not self._stopping
 
     def _publish(self, engine: Engine) -> None:
-        """Update the ledger and report changes; called on the engine's thread and on the event loop."""
+        """Update the ledger and report changes. Any thread may call it."""
         assert self._loop is not None
         with self._publishing:
             self.ledger = engine.ledger()

@@ -1,4 +1,4 @@
-"""Copies of pages by other processes: the engine's thread waits for them, and no other thread does."""
+"""Copies of pages by other processes: only those within the cache hold up the engine's thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from libs.engine.core.engine import PagedEngine
 from libs.engine.core.fake import FakeModel, build_fake_engine
-from slipstream.errors import NotFound
+from slipstream.errors import FailedPrecondition, NotFound, OutOfPages
 from tests.engine.support import check_accounting, drive, generate, make_spec
 
 BLOCK = 4
@@ -93,33 +93,64 @@ def released_meanwhile(engine: PagedEngine, seq_id: str) -> None:
         assert thread.submit(engine.try_release, seq_id).result(WAIT_S / 2)
 
 
-def test_a_release_does_not_wait_for_pages_that_arrive(
+def test_steps_and_releases_do_not_wait_for_pages_that_arrive(
     engine: PagedEngine, moves: HeldMoves, on_thread: Begin
 ) -> None:
+    alone = generate(build(), [make_spec("x", PROMPT[5:])])
     pages = engine.reserve(make_spec("a", PROMPT)).pages
-    engine.reserve(make_spec("other", PROMPT[5:]))
-    filled = on_thread(lambda: engine.fill("a", 16))
+    engine.reserve(make_spec("other", PROMPT[9:]))
+    engine.reserve(make_spec("running", PROMPT[5:]))
+    engine.start("running")
+    received = on_thread(lambda: engine.receive("a", 16))
+    assert drive(engine).tokens["running"] == alone["x"]
     released_meanwhile(engine, "other")
     moves.go.set()
-    filled.result(WAIT_S)
+    received.result(WAIT_S)
     assert moves.moved == list(pages[:4])
+    engine.fill("a", 16)
     engine.release("a")
+    engine.release("running")
     check_accounting(engine)
     assert engine.reserve(make_spec("b", PROMPT)).cached_tokens == 16
 
 
-def test_pages_of_a_sequence_that_is_released_while_they_arrive_are_not_cached(
+def test_pages_of_a_sequence_that_is_released_while_they_arrive_are_given_to_no_other(
     engine: PagedEngine, moves: HeldMoves, on_thread: Begin
 ) -> None:
-    engine.reserve(make_spec("a", PROMPT))
-    filled = on_thread(lambda: engine.fill("a", 16))
+    arriving = engine.reserve(make_spec("a", PROMPT)).pages[:4]
+    received = on_thread(lambda: engine.receive("a", 16))
     released_meanwhile(engine, "a")
+    ledger = engine.ledger()
+    assert ledger.pages_held == ledger.launched_pages == 4
+    others = [engine.reserve(make_spec(f"b{i}", [i + 1] * n)).pages for i, n in enumerate((55, 51))]
+    others.append(engine.reserve(make_spec("a", [7])).pages)  # another sequence of the same name
+    assert not {page for pages in others for page in pages} & set(arriving)
+    with pytest.raises(OutOfPages):
+        engine.reserve(make_spec("c", [8]))
     moves.go.set()
     with pytest.raises(NotFound):
-        filled.result(WAIT_S)
+        received.result(WAIT_S)
+    for seq_id in ("a", "b0", "b1"):
+        engine.release(seq_id)
     check_accounting(engine)
     assert engine.ledger().pages_free == 32
     assert engine.reserve(make_spec("b", PROMPT)).cached_tokens == 0
+
+
+def test_a_fill_takes_only_pages_that_were_received(engine: PagedEngine, moves: HeldMoves) -> None:
+    moves.go.set()
+    pages = engine.reserve(make_spec("a", PROMPT)).pages
+    with pytest.raises(FailedPrecondition, match="filled to 19"):
+        engine.receive("a", 19)
+    engine.receive("a", 10)
+    engine.fill("a", 10)
+    with pytest.raises(FailedPrecondition, match="received to 10"):
+        engine.fill("a", 16)
+    engine.receive("a", 16)
+    engine.fill("a", 16)
+    assert moves.moved == [*pages[:3], *pages[2:4]]
+    engine.release("a")
+    check_accounting(engine)
 
 
 @pytest.mark.parametrize("leaves", ["reader", "other"])

@@ -55,6 +55,7 @@ def test_pages_of_one_cut_continue_under_another(model_dir: Path, prefill: str, 
         size = engine.info.page_bytes
         for page, content in zip(reservation.pages, pages, strict=True):
             engine.memory[page * size : (page + 1) * size] = content
+        engine.receive("a", len(prompt))  # nothing, as these ranks share the pages
         engine.fill("a", len(prompt))
         engine.start("a", first_token=first)
         found = [first]
@@ -101,17 +102,26 @@ def test_the_death_of_a_rank_is_named_and_ends_the_next_step(model_dir: Path, cu
             generate(engine, [make_spec("after", [1, 2, 3])])
 
 
-@pytest.mark.parametrize("cut", ["tp=2", "pp=2"])
-def test_the_death_of_a_rank_ends_copies_of_pages(model_dir: Path, cut: str) -> None:
-    died = threading.Event()
-    with forked_group(model_dir, OPTIONS, cut, lambda _: died.set(), separate_pages=True) as runner:
+@pytest.mark.parametrize(("cut", "first"), [("tp=2", "collect"), ("pp=2", "collect"), ("tp=2", "scatter")])
+def test_the_death_of_a_rank_ends_copies_of_pages(model_dir: Path, cut: str, first: str) -> None:
+    died, reasons = threading.Event(), list[str]()
+
+    def on_death(reason: str) -> None:
+        reasons.append(reason)
+        died.set()
+
+    with forked_group(model_dir, OPTIONS, cut, on_death, separate_pages=True) as runner:
         engine = engine_of(runner)
         assert generate(engine, [make_spec("before", [1, 2, 3])])["before"]
+        engine.reserve(make_spec("a", [1, 2, 3]))
         runner.followers.processes[0].kill()
         assert died.wait(60)
-        with pytest.raises(GroupBroken, match="a collect of pages failed at rank 0"):
-            engine.read_page(0)
-        with pytest.raises(GroupBroken, match="a collect of pages failed at rank 0"):
+        failure = f"a {first} of pages failed at rank 0"
+        for move in [first, "collect", "scatter"]:
+            with pytest.raises(GroupBroken, match=failure):
+                engine.read_page(0) if move == "collect" else engine.receive("a", 3)
+        assert [failure in reason for reason in reasons] == [False, True, True, True]
+        with pytest.raises(GroupBroken, match=failure):
             generate(engine, [make_spec("after", [1, 2, 3])])
 
 

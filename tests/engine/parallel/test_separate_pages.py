@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -113,8 +113,9 @@ def test_a_prefix_of_a_peer_continues_with_the_rest_of_the_prompt(
     engine = engine_of(group)
     reservation = engine.reserve(make_spec("a", prompt))
     write_pages(engine, reservation.pages[:3], pages)
-    engine.fill("a", 2 * BLOCK_TOKENS)
-    engine.fill("a", 3 * BLOCK_TOKENS)
+    for n_blocks in (2, 3):
+        engine.receive("a", n_blocks * BLOCK_TOKENS)
+        engine.fill("a", n_blocks * BLOCK_TOKENS)
     engine.start("a")
     assert rest_of(engine) == whole
 
@@ -136,22 +137,26 @@ def test_pages_are_collected_beside_steps(one: ModelRunner, group: GroupRunner) 
     torch.testing.assert_close(group.cache.pages[:12], one.cache.pages[:12], rtol=0, atol=TOLERANCE)
 
 
-def test_a_step_passes_between_the_pieces_of_a_large_collection(
-    one: ModelRunner, group: GroupRunner, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("move", [GroupRunner.collect, GroupRunner.scatter])
+def test_a_step_passes_between_the_pieces_of_a_large_move(
+    one: ModelRunner,
+    group: GroupRunner,
+    monkeypatch: pytest.MonkeyPatch,
+    move: Callable[[GroupRunner, Sequence[int]], None],
 ) -> None:
-    parts = group.page_parts
-    assert parts is not None
     written = sorted({int(page) for page in BATCHES[0].page_table.ravel()})
     expected = one.forward(BATCHES[0])
     group.forward(BATCHES[0])
+    group.collect(written)  # a scatter then brings each page what it has
     monkeypatch.setattr(group_runner, "_TURN_BYTES", 2 * group.cache.page_bytes)
-    group.cache.pages.fill_(7.0)
+    if move is GroupRunner.collect:
+        group.cache.pages.fill_(7.0)
     steps: list[tuple[Future[ForwardOutput], int]] = []
-    move = group._model.move_pages
+    move_piece = group._model.move_pages
 
     def moving(command: PageCommand) -> None:
         """The first piece has its turn; a step asks for one before the second does."""
-        move(command)
+        move_piece(command)
         if not steps:
             asked = group._turn._drawn
             steps.append((threads.submit(group.forward, BATCHES[0]), asked))
@@ -161,7 +166,7 @@ def test_a_step_passes_between_the_pieces_of_a_large_collection(
     with ThreadPoolExecutor(1) as threads:
         monkeypatch.setattr(group._model, "move_pages", moving)
         first = group._turn._drawn
-        parts.collect(written)
+        move(group, written)
         [(step, asked)] = steps
         torch.testing.assert_close(step.result(60).logits, expected.logits, rtol=0, atol=TOLERANCE)
     assert asked == first + 1, "the step has the turn behind the first piece"
@@ -181,6 +186,7 @@ def continued(engine: PagedEngine, prompt: list[int], pages: list[bytes], first:
     """The tokens of a sequence whose pages a peer wrote."""
     reservation = engine.reserve(make_spec("a", prompt))
     write_pages(engine, reservation.pages, pages)
+    engine.receive("a", len(prompt))
     engine.fill("a", len(prompt))
     engine.start("a", first_token=first)
     return [first, *rest_of(engine)]

@@ -263,3 +263,34 @@ async def test_without_a_source_of_drafts_the_owner_says_whether_features_are_co
     outputs = [output for step in listener.steps for output in step.outputs]
     assert {output.features is not None for output in outputs if output.tokens} == {wanted}
     await thread.stop()
+
+
+class HeldScatter:
+    """A `PageParts` whose pages arrive once `go` is set."""
+
+    def __init__(self) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def scatter(self, pages: Sequence[int]) -> None:
+        self.begun.set()
+        assert self.go.wait(WAIT_S)
+
+
+async def test_pages_arrive_beside_steps_and_commands_of_the_thread() -> None:
+    model, parts, listener = build_fake_engine(n_pages=8).model, HeldScatter(), Listener()
+    assert isinstance(model, FakeModel)
+    model.page_parts = parts  # type: ignore[assignment]
+    thread = EngineThread(lambda: PagedEngine(model), listener)
+    await thread.start()
+    await thread.call(lambda engine: engine.reserve(spec("arriving")))
+    arrival = asyncio.create_task(thread.receive("arriving", 10))
+    await eventually(parts.begun.is_set)
+    await thread.call(run("a"))
+    await eventually(lambda: any(o.finish for step in listener.steps for o in step.outputs))
+    await thread.release("a")
+    arrival.cancel()
+    await thread.release("arriving")
+    assert thread.ledger.pages_held == 1, "the copy goes on"
+    parts.go.set()
+    await eventually(lambda: thread.ledger.pages_held == 0)
+    await thread.stop()
