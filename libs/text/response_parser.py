@@ -100,7 +100,7 @@ class ResponseParser:
         self._may_stop = any(stop)
         self._reasoning = StopMatcher(marker=SINGULAR_SECTION_BEGIN)
         self._cut = b""  # the first bytes of an incomplete character
-        self.text_chars = 0  # whole characters of the reasoning and the answer, held back ones included
+        self.shown_chars = 0  # of the reasoning and the answer
         # Text of the header, then of the arguments as long as the call has no name.
         self._collected: list[str] = []
         self._unnamed: ToolCallHeader | None = None
@@ -128,6 +128,11 @@ class ResponseParser:
     def saw_tool_calls(self) -> bool:
         """Whether at least one tool call began."""
         return self._calls > 0
+
+    @property
+    def text_chars(self) -> int:
+        """The shown characters, and those that are held back."""
+        return self.shown_chars + self._content.held_chars + self._reasoning.held_chars
 
     def push(self, token_ids: Sequence[int]) -> list[Delta]:
         """Parse further ids; returns the new deltas. Raises ValueError for an unknown id."""
@@ -173,10 +178,8 @@ class ResponseParser:
             return
         match self._mode:
             case _Mode.CONTENT:
-                self.text_chars += len(text)
                 self._show(self._content.feed(text))
             case _Mode.REASONING:
-                self.text_chars += len(text)
                 self._show(self._reasoning.feed(text))
             case _Mode.HEADER:
                 self._collected.append(text)
@@ -262,6 +265,7 @@ class ResponseParser:
     def _show(self, text: str) -> None:
         if not text:
             return
+        self.shown_chars += len(text)
         kind = ReasoningDelta if self._mode is _Mode.REASONING else ContentDelta
         last = self._out[-1] if self._out else None
         if isinstance(last, kind):

@@ -44,6 +44,11 @@ class StopMatcher:
         self._held = text[safe:]
         return text[:safe]
 
+    @property
+    def held_chars(self) -> int:
+        """How many characters are held back."""
+        return len(self._held)
+
     def flush(self) -> str:
         """End the text; returns the part that was held back."""
         held, self._held = self._held, ""

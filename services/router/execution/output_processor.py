@@ -9,7 +9,9 @@ one by one where each of them may end the answer or its reasoning.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from libs.text.response_parser import (
     ContentDelta,
@@ -28,6 +30,17 @@ Event = router_pb2.GenerateEvent
 
 _REASONING_ENDS = (THINK_END, TOOL_CALLS_SECTION_BEGIN, TOOL_CALL_BEGIN)
 _KINDS = {ReasoningDelta: 0, ContentDelta: 1, ToolCallStart: 2, ToolCallArguments: 2}
+
+
+@dataclass(slots=True)
+class _TokenOutput:
+    """What one token adds to the answer. `text_offset`: where the token begins in the text."""
+
+    token: int
+    n_tokens: int  # with this one
+    deltas: Sequence[Delta]
+    logprobs: common_pb2.PositionLogprobs | None
+    text_offset: int
 
 
 class OutputProcessor:
@@ -60,6 +73,8 @@ class OutputProcessor:
         self._one_by_one = with_logprobs or self.may_stop or bool(self._hidden)
         self._resume_after = resume_after
         self._pending: list[Delta] = parser.push(forced) if forced else []
+        # Tokens that begin within text that is held back: only a stop string or its absence says where.
+        self._held: deque[_TokenOutput] = deque()
         self.tokens: list[int] = []
         self.reasoning_tokens = 0
 
@@ -90,26 +105,41 @@ class OutputProcessor:
             deltas = self._parser.push(tokens)
             if self._pending:
                 deltas, self._pending = [*self._pending, *deltas], []
-            self._add(out, deltas)
+            self._add(out, deltas, len(self.tokens))
             return out
         for index, token in enumerate(tokens):
             if self.stopped:
                 break
             self._count(token)
-            text_offset = self._parser.text_chars
+            text_offset = self._parser.text_chars if self._with_logprobs else 0
             deltas = [*self._pending, *(() if token in self._hidden else self._parser.push([token]))]
             self._pending = []
             if len(self.tokens) <= self._resume_after:
                 continue
-            self._add(out, deltas)
-            if self._with_logprobs and index < len(logprobs) and token not in self._stop_token_ids:
-                if not out:
-                    out.append(Event())
-                last = out[-1].delta
-                self._add_logprob(last.logprobs.add(text_offset=text_offset), token, logprobs[index])
-                # Also for text that is held back: a client that resumes here has this log probability.
-                last.completion_tokens = len(self.tokens)
+            has_row = self._with_logprobs and index < len(logprobs) and token not in self._stop_token_ids
+            row = logprobs[index] if has_row else None
+            self._held.append(_TokenOutput(token, len(self.tokens), deltas, row, text_offset))
+            self._release(out, is_over=self.stopped)
         return out
+
+    def _release(self, out: list[Event], *, is_over: bool) -> None:
+        """Write the tokens that begin within the text that is shown, or all.
+
+        A client that resumes after a token has all that the tokens until it add, and nothing of later ones.
+        """
+        shown_chars = self._parser.shown_chars
+        while self._held and (is_over or self._held[0].text_offset <= shown_chars):
+            held = self._held.popleft()
+            self._add(out, held.deltas, held.n_tokens)
+            if held.logprobs is None:
+                continue
+            if not out:
+                out.append(Event())
+            last = out[-1].delta
+            row = last.logprobs.add(text_offset=min(held.text_offset, shown_chars))
+            self._add_logprob(row, held.token, held.logprobs)
+            # Also for text that is held back: a client that resumes here has this log probability.
+            last.completion_tokens = held.n_tokens
 
     def _may_batch(self, tokens: Sequence[int]) -> bool:
         """Whether processing these tokens together gives the same result as one by one."""
@@ -120,7 +150,9 @@ class OutputProcessor:
     def finish(self) -> list[Event]:
         """Return the events that were held back until the answer's end."""
         out: list[Event] = []
-        self._add(out, [*self._pending, *self._parser.finish()])
+        deltas = [*self._pending, *self._parser.finish()]
+        self._release(out, is_over=True)
+        self._add(out, deltas, len(self.tokens))
         return out
 
     def _count(self, token: int) -> None:
@@ -129,7 +161,7 @@ class OutputProcessor:
             self.reasoning_tokens += 1
             self._in_reasoning = token not in self._reasoning_ends
 
-    def _add(self, out: list[Event], deltas: Sequence[Delta]) -> None:
+    def _add(self, out: list[Event], deltas: Sequence[Delta], n_tokens: int) -> None:
         """Write deltas into messages. One message holds reasoning, then text, then tool calls, in order."""
         for delta in deltas:
             message = out[-1].delta if out else None
@@ -150,7 +182,7 @@ class OutputProcessor:
                         calls[-1].arguments += text
                     else:
                         calls.add(index=index, arguments=text)
-            message.completion_tokens = len(self.tokens)
+            message.completion_tokens = n_tokens
 
     def _add_logprob(
         self, into: router_pb2.TextLogprob, token: int, position: common_pb2.PositionLogprobs

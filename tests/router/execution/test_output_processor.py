@@ -117,6 +117,46 @@ def test_the_offset_of_a_token_is_that_of_the_character_which_it_begins_or_conti
     assert found == expected[resume_after:]
 
 
+@given(
+    text=st.text(st.sampled_from("abc"), max_size=12),
+    stop=st.lists(st.text(st.sampled_from("abc"), min_size=1, max_size=5), min_size=1, max_size=2),
+    data=st.data(),
+)
+@settings(max_examples=200, deadline=None)
+def test_tokens_of_a_stop_string_begin_at_the_end_of_the_text(
+    card: ModelCard, text: str, stop: list[str], data: st.DataObject
+) -> None:
+    """A token each character. Whatever is held back: a resume repeats and loses neither text nor rows."""
+    tokens = [card.tokenizer.encode_text(letter)[0] for letter in text]
+    rows = [common_pb2.PositionLogprobs(logprob=-float(n)) for n in range(len(tokens))]
+
+    def deltas_of(resume_after: int = 0, *, pieces: int = 1) -> list[list[router_pb2.Delta]]:
+        """Those before the end, and those with it."""
+        output = OutputProcessor(
+            card.tokenizer,
+            ResponseParser(card.tokenizer, thinking=False, stop=stop),
+            with_logprobs=True,
+            resume_after=resume_after,
+        )
+        events = []
+        for at in range(0, len(tokens), pieces):
+            events += output.push(tokens[at : at + pieces], rows[at : at + pieces])
+        return [[event.delta for event in part] for part in (events, output.finish())]
+
+    def folded(deltas: Sequence[router_pb2.Delta]) -> tuple[str, list[tuple[float, int]]]:
+        found = [(row.logprob, row.text_offset) for delta in deltas for row in delta.logprobs]
+        return "".join(delta.text for delta in deltas), found
+
+    deltas, last = deltas_of(pieces=data.draw(st.integers(1, 4)))
+    shown, found = folded([*deltas, *last])
+    ends = [text.find(each) + len(each) for each in stop if each in text]
+    n_taken = min(ends, default=len(text))
+    assert found == [(-float(n), min(n, len(shown))) for n in range(n_taken)]
+    seen = data.draw(st.integers(0, len(deltas)))
+    rest, last = deltas_of(deltas[seen - 1].completion_tokens if seen else 0)
+    assert folded([*deltas[:seen], *rest, *last]) == (shown, found)
+
+
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_resuming_at_any_reported_offset_loses_and_repeats_nothing(
