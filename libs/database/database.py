@@ -102,7 +102,11 @@ class Database:
         if not self._threads and not self._is_closed:
             self._start()
         queue.put(work)
-        return await asyncio.wrap_future(work.future)
+        try:
+            return await asyncio.wrap_future(work.future)
+        except asyncio.CancelledError:
+            work.deadline_s = 0.0  # without a caller the work does not run again
+            raise
 
     def _start(self) -> None:
         for queue, count in ((self._writes, self._driver.writers), (self._reads, 1)):

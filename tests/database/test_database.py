@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from libs.database.database import Database, check_database_url, open_database
-from libs.database.errors import DatabaseDamaged, DatabaseFull, DatabaseUnavailable
+from libs.database.errors import DatabaseDamaged, DatabaseFault, DatabaseFull, DatabaseUnavailable
 from libs.database.schema import Schema
 from libs.database.sqlite import SqliteDriver
-from libs.database.transaction import SqlTransaction
+from libs.database.transaction import SqlConnection, SqlTransaction
 from slipstream.errors import FailedPrecondition, Internal, InvalidArgument, Overloaded
 from tests.support.processes.postgres import PostgresServer
 
@@ -160,6 +160,33 @@ async def test_a_cancelled_transaction_that_waits_does_not_run(tmp_path: Path) -
     await held
     assert await database.read(_ids) == []
     await database.close()
+
+
+async def test_a_cancelled_transaction_is_not_tried_again() -> None:
+    tries: list[bool] = []
+    tried_twice = threading.Event()
+
+    class AwayDriver:
+        writers, group_size = 1, 1
+        errors: type[Exception] = ConnectionError
+
+        def connect(self, *, is_read_only: bool) -> SqlConnection:
+            tries.append(is_read_only)
+            if len(tries) == 2:
+                tried_twice.set()
+            raise ConnectionError
+
+        def fault_of(self, error: Exception) -> DatabaseFault:
+            return DatabaseFault.LOST
+
+    database = Database(AwayDriver())
+    running = asyncio.create_task(database.run(lambda tx: None, timeout_s=10, is_idempotent=True))
+    assert await asyncio.to_thread(tried_twice.wait, 30)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    n_tries = len(tries)
+    await database.close()
+    assert len(tries) <= n_tries + 1
 
 
 async def test_a_locked_file_is_waited_for_and_then_refused(tmp_path: Path) -> None:
