@@ -56,6 +56,7 @@ MAX_PRICE = 10_000
 # Counters of usage that wait for the database are written so often; a lease of a limit is renewed so often.
 USAGE_WRITE_S = 1.0
 LIMIT_RENEW_S = 0.25
+DATABASE_END_S = 4.0  # for the jobs, and for the usage and limits, of a router that ends
 # A lease of a limit that its router does not renew within this time is free for others.
 LIMIT_LEASE_S = 10.0
 # The rows of one answer about usage.

@@ -148,9 +148,10 @@ class JobPuller:
         self._claimed.clear()
         if owner:
             try:
-                await self._leases.resign(owner)
-            except SlipstreamError as error:  # others take the jobs over when the lease ends
-                log.warning("jobs are not given back: %s", error)
+                async with asyncio.timeout(service_bounds.DATABASE_END_S):
+                    await self._leases.resign(owner)
+            except (SlipstreamError, TimeoutError) as error:  # others take the jobs over when the lease ends
+                log.warning("jobs are not given back: %s", str(error) or "the database does not answer")
 
     # ---- pulling
 

@@ -13,6 +13,7 @@ from typing import Any
 from libs.common.cluster.discovery import Fleet
 from libs.common.cluster.worker_record import Role
 from libs.common.runtime.followed_file import FollowedFile
+from libs.common.service_bounds import DATABASE_END_S, LIMIT_LEASE_S
 from libs.common.telemetry.counters import Counters
 from libs.database.database import Database
 from services.router.metering.lease_renewal import LeaseRenewal
@@ -22,6 +23,7 @@ from services.router.metering.metering import Metering
 from services.router.metering.price_list import read_prices
 from services.router.metering.usage_ledger import UsageLedger
 from services.router.metering.usage_store import UsageStore
+from slipstream.errors import SlipstreamError
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +41,29 @@ class MeteringTasks:
         self._tasks.append(asyncio.create_task(work, name=name))
 
     async def close(self) -> None:
-        """End the tasks; then write the usage and give leases back."""
+        """End the tasks; then write the usage and give leases back, if the database is there."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._ledger is not None and not await self._ledger.write():
+        reason = ""
+        try:
+            async with asyncio.timeout(DATABASE_END_S):
+                await self._write()
+        except (SlipstreamError, TimeoutError) as error:
+            reason = str(error) or "the database does not answer"
+        if self._renewal is not None and self._renewal.has_leases:
+            log.warning(
+                "the router's part of limits is not given back, and is free after %g s: %s",
+                LIMIT_LEASE_S,
+                reason,
+            )
+        if self._ledger is not None and self._ledger.unwritten_requests:
             log.error("the usage of %d requests is lost", self._ledger.unwritten_requests)
+
+    async def _write(self) -> None:
+        """Raises what the database raises."""
+        if self._ledger is not None:
+            await self._ledger.write()
         if self._renewal is not None:
             await self._renewal.close()
 

@@ -29,6 +29,11 @@ class LeaseRenewal:
         self._store = store
         self._is_failing = False
 
+    @property
+    def has_leases(self) -> bool:
+        """Whether the router holds a part of a limit."""
+        return bool(self._limiter.leases)
+
     async def run(self) -> None:
         """Renew for ever."""
         while True:
@@ -42,7 +47,16 @@ class LeaseRenewal:
                 self._counters.set("slipstream_spend_limit_used_ratio", share, (kind.value,))
 
     async def renew(self) -> None:
-        """Renew what has changed, and what would expire. Forget windows that are over."""
+        """Renew what has changed, and what would expire. Forget windows that are over. Raises nothing."""
+        try:
+            await self._renew()
+        except SlipstreamError as error:
+            self._note(error)
+        else:
+            self._note(None)
+
+    async def _renew(self) -> None:
+        """See `renew`. Raises what the database raises."""
         limiter = self._limiter
         now = limiter.wall_clock_s()
         limiter.reduce_unrenewed()
@@ -56,12 +70,10 @@ class LeaseRenewal:
         asks = [_request(place, held, now) for place, held in due]
         try:
             grants = await self._store.renew(asks, now_unix_s=now)
-        except SlipstreamError as error:
+        except SlipstreamError:
             for _, held in due:
                 held.lease.is_changed = True
-            self._note(error)
-            return
-        self._note(None)
+            raise
         for (place, held), ask, grant in zip(due, asks, grants, strict=True):
             held.lease.renew(
                 grant.granted,
@@ -73,12 +85,11 @@ class LeaseRenewal:
                 del limiter.leases[place]
 
     async def close(self) -> None:
-        """Give back what is not used. Raises nothing."""
-        try:
-            await self.renew()
+        """Give back what is not used. Raises what the database raises."""
+        if self.has_leases:
+            await self._renew()
             await self._store.close(now_unix_s=self._limiter.wall_clock_s())
-        except SlipstreamError as error:
-            self._note(error)
+            self._limiter.leases.clear()
 
     def _note(self, error: SlipstreamError | None) -> None:
         if error is not None and not self._is_failing:
