@@ -52,6 +52,7 @@ class ResponsesWriter(AnswerWriter):
         self._answer = AnswerBlocks()
         self._items = OutputItems(shape.key, has_summary=shape.has_summary)
         self._n_events = 0
+        self._ended: dict[int, str] = {}  # the status of each item whose end was written, by its index
         self.response: Json | None = None
 
     # ---- streaming, in server-sent events
@@ -78,9 +79,14 @@ class ResponsesWriter(AnswerWriter):
         return self._last_pieces(f"response.{_status(finished)}", self.response)
 
     def failure(self, error: Json) -> Iterable[bytes]:
-        """The last event of a stream whose request failed, in pieces. It holds the output so far."""
-        blocks = self._answer.blocks
-        output = [self._items.whole(block, "incomplete", in_pieces=True) for block in blocks]
+        """The last event of a stream whose request failed, in pieces.
+
+        It holds the output so far, with the items that have ended as the client has them.
+        """
+        output = [
+            self._items.whole(block, self._ended.get(block.index, "incomplete"), in_pieces=True)
+            for block in self._answer.blocks
+        ]
         response = self._response("failed", output, None)
         response["error"] = error
         return self._last_pieces("response.failed", response)
@@ -155,6 +161,7 @@ class ResponsesWriter(AnswerWriter):
                 said["logprobs"] = part["logprobs"]
             yield from self._pieces(f"response.{text_done}", {**place, **said})
             yield from self._pieces(f"response.{part_done}", {**place, "part": part})
+        self._ended[block.index] = status
         item = {"output_index": block.index, "item": self._items.whole(block, status, in_pieces=True)}
         yield from self._pieces("response.output_item.done", item)
 

@@ -72,3 +72,8 @@ def test_the_failure_has_the_number_of_the_end_that_is_not_sent(
     events = sse_objects(b"".join(sent))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert events[-1]["type"] == "response.failed"
+    output = events[-1]["response"]["output"]
+    items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    ended = {item["id"]: item for item in items}
+    assert output == [ended.get(item["id"], item | {"status": "incomplete"}) for item in output]
+    assert len(output) - len(ended) <= (not is_closing)
