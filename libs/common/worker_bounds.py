@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from libs.common.runtime.exit_codes import HUNG
-
 # A checkpoint's config.json has a few KiB; the index of Kimi-K2.5 names 208,550 tensors in 23 MB.
 MAX_CONFIG_BYTES = 4 << 20
 MAX_CHECKPOINT_INDEX_BYTES = 256 << 20
@@ -41,6 +39,7 @@ END_S = LEAVE_S + CLOSE_S + REVOKE_S + LAST_METRICS_S + STOP_GRACE_S + THREADS_S
 # `slipstream up` kills a process that has not ended so long after its drain.
 KILL_MARGIN_S = 5.0
 KILL_AFTER_S = END_S + KILL_MARGIN_S
+HUNG_STATUS = 70  # of a process that was to end in order, and a part of which did not end
 # The most that a drain, the wait after it, and the start of `slipstream up` may be given.
 MAX_PROCESS_WAIT_S = 86_400.0
 
@@ -71,7 +70,7 @@ ROWS = (
         "others go in messages / no drafts from them",
     ),
     ("Draft features in one message", f"{MAX_DRAFT_MESSAGE_BYTES} bytes", "others wait"),
-    ("End of a hanging worker after its drain (`--drain-s`)", f"{END_S:g} s", f"it ends with status {HUNG}"),
+    ("End of a hanging worker after its drain (`--drain-s`)", f"{END_S:g} s", f"it ends with status {HUNG_STATUS}"),
     ("End of a process of `slipstream up` after its drain (`--grace-s`)", f"{KILL_AFTER_S:g} s", "killed"),
     ("`--drain-s`, `--grace-s` and `--ready-timeout-s`", f"{MAX_PROCESS_WAIT_S:,.0f} s", "refused by name"),
 )

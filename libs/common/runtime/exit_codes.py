@@ -10,10 +10,11 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+from libs.common.worker_bounds import HUNG_STATUS
+
 # The exit code of a process that cannot use its model: another start would fail in the same way.
 MODEL_UNUSABLE = 78
-# The exit code of a process that was to end in order, and one of whose threads or waits did not end.
-HUNG = 70
+HUNG = HUNG_STATUS
 _EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Files with the counts of this container (cgroup v2), or else of the whole kernel.
 _OOM_COUNTS = ((Path("/sys/fs/cgroup/memory.events"), "oom_kill"), (Path("/proc/vmstat"), "oom_kill"))
