@@ -70,7 +70,11 @@ ROWS = (
         "others go in messages / no drafts from them",
     ),
     ("Draft features in one message", f"{MAX_DRAFT_MESSAGE_BYTES} bytes", "others wait"),
-    ("End of a hanging worker after its drain (`--drain-s`)", f"{END_S:g} s", f"it ends with status {HUNG_STATUS}"),
+    (
+        "End of a hanging worker after its drain (`--drain-s`)",
+        f"{END_S:g} s",
+        f"it ends with status {HUNG_STATUS}",
+    ),
     ("End of a process of `slipstream up` after its drain (`--grace-s`)", f"{KILL_AFTER_S:g} s", "killed"),
     ("`--drain-s`, `--grace-s` and `--ready-timeout-s`", f"{MAX_PROCESS_WAIT_S:,.0f} s", "refused by name"),
 )
