@@ -35,8 +35,8 @@ the TOML file that `--config` (or SLIPSTREAM_CONFIG) names:
 A flag overrides the environment, the environment the file, the file the default. An empty flag takes a value
 away (`--etcd-ca ''`); an overridden path need not exist. Secrets are in files, and settings have their paths.
 
-An address is HOST:PORT, and HOST may be a name. Port 0 is any free one to listen on, and the listening port
-in an address that others dial.
+The tables show each flag with its default, or with the kind of its value. An address is HOST:PORT, and HOST
+may be a name. Port 0 is any free one to listen on, and the listening port in an address that others dial.
 
 ## The file of a cluster
 
@@ -67,7 +67,7 @@ in an address that others dial.
 - `--model` also removes the file's `draft_model`, unless `--draft-model` names a head.
 - Another path that this machine lacks is refused with the flag that names one.
 """
-_TYPES = {bool: "", int: "=N", float: "=X", str: "=TEXT", Path: "=PATH"}
+_TYPES = {bool: "on", int: "N", float: "X", str: "TEXT", Path: "PATH"}
 _SECTIONS: tuple[tuple[str, type[Any]], ...] = (
     ("All services", ServiceSettings),
     ("prefill, decode, drafter, kvstore", TierSettings),
@@ -85,7 +85,7 @@ def render() -> str:
     lines = [_HEAD.format(shared=", ".join(f"`{name}`" for name in SHARED_NAMES))]
     for title, kind in (*_SECTIONS, _UP):
         what = "Key" if kind is UpSettings else "Flag"
-        lines += [f"## {title}", "", f"| {what} | Default | Meaning |", "|---|---|---|"]
+        lines += [f"## {title}", "", f"| {what} | Meaning |", "|---|---|"]
         lines += [_line(row, is_flag=what == "Flag") for row in _own_rows(kind)]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
@@ -102,14 +102,18 @@ def _own_rows(kind: type[Any]) -> Iterator[Row]:
 
 
 def _line(row: Row, *, is_flag: bool) -> str:
-    choices = ",".join(row.described.choices)
-    value = f"={{{choices}}}" if choices else _TYPES[row.type]
-    default = row.default_shown if row.default_shown in ("required", "none") else f"`{row.default_shown}`"
-    if row.described.default_text:
-        default = row.described.default_text
+    described, default = row.described, row.default_shown
+    is_shown = not described.default_text and default not in ("required", "none")
     name = row.flag if is_flag else row.name
-    repeated = ", repeated" if row.is_list else ""
-    return f"| `{name}{value}`{repeated} | {default} | {row.described.help} |"
+    flag = f"`{name}={default if is_shown else _TYPES[row.type]}`"
+    if row.type is bool and is_flag:
+        flag = f"`{name}` ({default})"
+    meaning = described.help
+    if described.choices:
+        meaning += f" ({', '.join(described.choices)})"
+    if described.default_text or default == "required":
+        meaning += f"; {'default: ' + described.default_text if described.default_text else default}"
+    return f"| {flag} | {meaning} |"
 
 
 if __name__ == "__main__":

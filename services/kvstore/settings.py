@@ -80,12 +80,12 @@ class NodeSettings(TierSettings):
         "directory of the disk tier", default=None, default_text="RUN_DIR/INSTANCE"
     )
     disk: tuple[Path, ...] = setting(
-        "directory on a separate disk; repeat for several disks", default=(), default_text="DATA_DIR"
+        "directory on a separate disk; repeat for several", default=(), default_text="DATA_DIR"
     )
     disk_bytes: int = setting("bytes on each disk; 0 = no disk tier", default=1 << 30)
     scrub_bytes_per_s: int = setting("bytes verified on each disk per second; 0 = no scrub", default=8 << 20)
     disk_write_bytes_per_day: int = setting("write limit of all disks together; 0 = no limit", default=0)
-    pool: str | None = setting("the pool through which nodes share memory", default=None, choices=POOLS)
+    pool: str | None = setting("pool through which nodes share memory", default=None, choices=POOLS)
     pool_master: str = setting(
         "HOST:PORT or etcd://HOST:PORT[;..]",
         default="",
