@@ -36,9 +36,7 @@ The same values under the names that vLLM's dashboards and the inference gateway
 the label `model_name`. A router has all but those of drafts (`spec_decode`), which decode workers have.
 Prefill and decode workers have those of requests and pages too. Do not add a router's and its workers'.
 
-| Name | Value of |
-|---|---|"""
-_TABLE = ["| Metric | Meaning |", "|---|---|"]
+"""
 
 
 def render() -> str:
@@ -50,13 +48,13 @@ def render() -> str:
         if section.metrics is TIER_METRICS:
             lines += ["`docs/kvstore-metrics.md` has the metrics of each tier.", ""]
         else:
-            lines += [*_TABLE, *map(_line, section.metrics), ""]
+            lines += [*map(_line, section.metrics), ""]
     return "\n".join([*lines, _ALIASES, *map(_alias_line, ALIASES)]) + "\n"
 
 
 def _line(metric: Metric) -> str:
     kind = " (histogram)" if metric.kind == "histogram" else ""
-    return f"| `{metric.name}{_braces(metric.labels)}`{kind} | {metric.help} |"
+    return f"- `{metric.name}{_braces(metric.labels)}`{kind}: {metric.help}"
 
 
 def _alias_line(alias: Alias) -> str:
@@ -64,7 +62,7 @@ def _alias_line(alias: Alias) -> str:
     if alias.only is not None:
         source += f', {alias.only[0]} "{alias.only[1]}"'
     added = [f'{name}="{value}"' for name, value in alias.adds.items()]
-    return f"| `{alias.name}{_braces((*alias.labels.values(), *added))}` | {source} |"
+    return f"- `{alias.name}{_braces((*alias.labels.values(), *added))}`: {source}"
 
 
 def _braces(labels: Sequence[str]) -> str:
