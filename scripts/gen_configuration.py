@@ -35,7 +35,7 @@ the TOML file that `--config` (or SLIPSTREAM_CONFIG) names:
 A flag overrides the environment, the environment the file, the file the default. An empty flag takes a value
 away (`--etcd-ca ''`); an overridden path need not exist. Secrets are in files, and settings have their paths.
 
-The tables show each flag with its default, or with the kind of its value. An address is HOST:PORT, and HOST
+The lists show each flag with its default, or with the kind of its value. An address is HOST:PORT, and HOST
 may be a name. Port 0 is any free one to listen on, and the listening port in an address that others dial.
 
 ## The file of a cluster
@@ -84,9 +84,8 @@ def render() -> str:
     """The page."""
     lines = [_HEAD.format(shared=", ".join(f"`{name}`" for name in SHARED_NAMES))]
     for title, kind in (*_SECTIONS, _UP):
-        what = "Key" if kind is UpSettings else "Flag"
-        lines += [f"## {title}", "", f"| {what} | Meaning |", "|---|---|"]
-        lines += [_line(row, is_flag=what == "Flag") for row in _own_rows(kind)]
+        lines += [f"## {title}", ""]
+        lines += [_line(row, is_flag=kind is not UpSettings) for row in _own_rows(kind)]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
@@ -113,7 +112,7 @@ def _line(row: Row, *, is_flag: bool) -> str:
         meaning += f" ({', '.join(described.choices)})"
     if described.default_text or default == "required":
         meaning += f"; {'default: ' + described.default_text if described.default_text else default}"
-    return f"| {flag} | {meaning} |"
+    return f"- {flag}: {meaning}"
 
 
 if __name__ == "__main__":
