@@ -115,10 +115,9 @@ class Section:
         return row
 
     def markdown(self) -> list[str]:
-        """The rows that state a number as lines of a Markdown table; nothing without such rows."""
+        """The rows that state a number as a Markdown list; nothing without such rows."""
         lines = [_line(row) for row in self.rows if _states_number(row)]
-        head = ["", f"## {self.title}", "", "| Field | Refused with |", "|---|---|"]
-        return head + lines if lines else []
+        return ["", f"## {self.title}", "", *lines] if lines else []
 
 
 def _states_number(row: Bound) -> bool:
@@ -128,7 +127,7 @@ def _states_number(row: Bound) -> bool:
 def _line(row: Bound) -> str:
     api = "" if row.apis == "both" else f" ({row.apis})"
     note = f" *{row.note}*" if row.note else ""
-    return f"| `{row.field}`{api} | {row.words}{note} |"
+    return f"- `{row.field}`{api}: {row.words}{note}"
 
 
 def shown(value: object) -> str:

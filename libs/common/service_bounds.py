@@ -356,7 +356,8 @@ def render_markdown() -> str:
         "The router refuses a request outside these bounds: on HTTP with status 400 in OpenAI's error shape",
         "(413 for the body's size), on gRPC with INVALID_ARGUMENT and a `google.rpc.BadRequest` field",
         "violation. The message is the field, a colon and the words below, without the notes in italics.",
-        "A row without (HTTP) or (gRPC) holds in both APIs. Other rules are in their error messages alone.",
+        "A line without (HTTP) or (gRPC) holds in both APIs. Other rules are in their error messages alone.",
+        'From "Connections" on the lines state a bound and what happens beyond it.',
     ]
     for each in (*bounds.SECTIONS, list_bounds.LISTS, *api_bounds.API_SECTIONS, JOBS, *batch_bounds.SECTIONS):
         lines += each.markdown()
@@ -371,8 +372,8 @@ def render_markdown() -> str:
         ("The fleet as a router sees it", fleet_bounds.ROWS),
     )
     for title, rows in tables:
-        lines += ["", f"## {title}", "", "| What | Bound | Then |", "|---|---|---|"]
-        lines += [f"| {what} | {bound} | {then} |" for what, bound, then in rows]
+        lines += ["", f"## {title}", ""]
+        lines += [f"- {what}: **{bound}**{f'; {then}' if then else ''}" for what, bound, then in rows]
     return "\n".join(lines) + "\n"
 
 
