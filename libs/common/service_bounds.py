@@ -153,7 +153,11 @@ _CONNECTIONS: tuple[_Row, ...] = (
     ),
     ("Connections of one port, open TLS handshakes included (HTTP)", f"{HTTP_CONNECTIONS}", "closed"),
     ("Unread bytes of an answer in the kernel (HTTP)", f"{HTTP_UNSENT_BYTES} bytes", "the writer waits"),
-    ("The same in the process (HTTP, TLS)", f"{HTTP_UNWRITTEN_BYTES} bytes", "the writer waits"),
+    (
+        "Unread bytes of an answer in the process (HTTP, TLS)",
+        f"{HTTP_UNWRITTEN_BYTES} bytes",
+        "the writer waits",
+    ),
     (
         "Connections of one address off loopback, before their first key (HTTP)",
         f"{ADDRESS_CONNECTIONS}",
@@ -194,7 +198,7 @@ _CONNECTIONS: tuple[_Row, ...] = (
         "the oldest call of the busiest connection is reset",
     ),
     (
-        "Message of such a call / the wait for it (gRPC)",
+        "Message of a call of health or reflection / the wait for it (gRPC)",
         f"{GRPC_PUBLIC_REQUEST_BYTES} bytes / {GRPC_PUBLIC_READ_S:g} s",
         "INVALID_ARGUMENT",
     ),
@@ -221,7 +225,7 @@ _CONNECTIONS: tuple[_Row, ...] = (
 )
 _TOGETHER: tuple[_Row, ...] = (
     ("Requests running at one router (`--max-requests`)", f"{MAX_RUNNING_REQUESTS}", "others wait"),
-    ("Further ones, of tenants below their share", f"{TENANT_RESERVE_SHARE:.0%} more", "wait"),
+    ("Further running requests, of tenants below their share", f"{TENANT_RESERVE_SHARE:.0%} more", "wait"),
     (
         "Waiting requests: interactive / default / bulk / jobs",
         _by_class(MAX_WAITING_REQUESTS, "requests"),
@@ -246,23 +250,23 @@ _TOGETHER: tuple[_Row, ...] = (
     ("Retry delay in a refusal", f"{RETRY_AFTER_S[0]:g} to {RETRY_AFTER_S[1]:g} s", ""),
     ("Unread text of one request", f"{MAX_WAITING_BYTES} bytes", "its sequence waits"),
     (
-        "A client reads nothing while that text is full or others wait for a place",
+        "A client reads nothing while its text is full or others wait for a place",
         f"{UNREAD_SUSPEND_S:g} s",
         "the request leaves its workers",
     ),
     (
-        "Pause before it goes on, doubled each time",
+        "Pause before such a request goes on, doubled each time",
         f"{RESUME_PAUSE_S[0]:g} to {RESUME_PAUSE_S[1]:g} s",
         "waits",
     ),
-    ("Such requests of one tenant", f"{MAX_TENANT_SUSPENDED}", "request aborted"),
+    ("Requests of one tenant that left their workers so", f"{MAX_TENANT_SUSPENDED}", "request aborted"),
     ("Late log probabilities of one tenant at a router", f"{MAX_TENANT_LATE_ROWS}", "request aborted"),
     ("Failed attempts in a row without a token", f"{MAX_FRUITLESS_ATTEMPTS}", "request failed"),
     ("Attempts at one request", f"{MAX_ATTEMPTS}", "request failed"),
     ("Quarantine of a request that crashed workers", f"{QUARANTINE_S:g} s", "refused meanwhile"),
     ("Requests in quarantine, and with strikes", f"{MAX_QUARANTINED} each", "the oldest is forgotten"),
     ("Wait for a worker's exit report", f"{DEATH_REPORT_WAIT_S:g} s", "the worker counts as crashed"),
-    ("Writing it while etcd takes no changes", f"{EXIT_REPORT_WRITE_S:g} s", "there is none"),
+    ("Writing an exit report while etcd takes no changes", f"{EXIT_REPORT_WRITE_S:g} s", "there is none"),
     (
         "Wait for other routers' requests at that worker",
         f"{ATTEMPTS_REPORT_WAIT_S:g} s",
@@ -332,7 +336,7 @@ _JOBS: tuple[_Row, ...] = (
 _CONSOLE: tuple[_Row, ...] = (
     ("Requests whose timelines a router keeps", f"{MAX_RECORDED_REQUESTS}", "the oldest is forgotten"),
     (
-        "Rows of their placement tables",
+        "Rows of the placement tables of these",
         f"{MAX_RECORDED_CANDIDATES}",
         "the oldest are forgotten; the choice and its reasons stay",
     ),
