@@ -14,7 +14,7 @@ import msgspec
 from libs.common import api_bounds, job_bounds
 from libs.common.http.failure import failure_of
 from services.router.admission.tenant_shares import TextShares
-from services.router.api.answers.answer_format import AnswerFormat
+from services.router.api.answers.answer_format import AnswerFormat, ParsedBody
 from services.router.api.answers.exchange import read_exchange
 from services.router.api.answers.whole import run_to_end
 from services.router.api.choices import leaders_of
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 # A job has so long at least, and is late where it ends by its deadline so shortly before it expires.
 _LATE_S = 1.0
+# The pause of a job whose body only routers of another release take: one of them may claim it then.
+_OTHER_RELEASE_S = 60.0
 # Another attempt may end otherwise.
 _PASSING = (errors.Overloaded, errors.Unavailable, errors.Internal, errors.DataCorrupt)
 
@@ -79,8 +81,8 @@ class AnswerExecutor:
     async def run(self, job: ClaimedJob) -> JobOutcome:
         """See JobExecutor. Seeds come from the job's id where the body states none."""
         answer_format = self._formats.get(job.path)
-        if answer_format is None:  # of a newer router
-            return JobOutcome(404, b'{"error": {"message": "no such endpoint"}}')
+        if answer_format is None:
+            return _for_other_release(JobOutcome(404, b'{"error": {"message": "no such endpoint"}}'))
         if not self._key_counts(job.key_sha256):  # a running one is ended by the look at all requests
             return _failed(answer_format, errors.Unauthenticated(REVOKED))
         self._ids.add(job.id)
@@ -95,6 +97,12 @@ class AnswerExecutor:
                 output_tokens=_output_tokens(body),
                 stored_with_end=exchange.body.stored_with_end(),
             )
+        except (errors.InvalidArgument, errors.NotFound) as error:
+            outcome = _failed(answer_format, error)
+            if not await self._is_refused(answer_format, job):
+                return outcome
+            log.warning("job %s: a router of another release took its body: %s", job.id, error.message)
+            return _for_other_release(outcome)
         except errors.SlipstreamError as error:
             left_s = job.expires_unix_s - self._wall_clock_s()
             is_late = isinstance(error, errors.DeadlineExceeded) and left_s <= _LATE_S
@@ -104,6 +112,21 @@ class AnswerExecutor:
             return _failed(answer_format, errors.Internal("internal error"))
         finally:
             self._ids.discard(job.id)
+
+    async def _is_refused(self, answer_format: AnswerFormat, job: ClaimedJob) -> bool:
+        """Whether this router refuses the body itself, which another one checked when it was submitted."""
+        caller = self._caller(job)
+        try:
+            answer_format = await answer_format.for_body(caller, job.body)
+            read = partial(_read_values, answer_format, job.body, self._manager.context.card)
+            n_bytes = len(job.body) + answer_format.n_further_bytes
+        except errors.SlipstreamError:  # as of an earlier response that is gone
+            return False
+        try:
+            await self._manager.read(caller, read, n_bytes=n_bytes)
+        except errors.SlipstreamError as error:
+            return isinstance(error, errors.InvalidArgument | errors.NotFound)
+        return False
 
     def limit(self, n: int) -> None:
         """See JobExecutor."""
@@ -132,15 +155,26 @@ class AnswerExecutor:
 
 def _check_body(answer_format: AnswerFormat, body: bytes, card: ModelCard) -> None:
     """Raises InvalidArgument and NotFound for values that the endpoint refuses, or that are not for a job."""
-    parsed = answer_format.parse(body, "")
-    requests = parsed.requests
+    parsed = _read_values(answer_format, body, card)
     if parsed.options.stream:
         raise job_bounds.STREAM.refused("stream")
     if parsed.is_background:
         raise job_bounds.BACKGROUND.refused("background")
+
+
+def _read_values(answer_format: AnswerFormat, body: bytes, card: ModelCard) -> ParsedBody:
+    """The body. Raises InvalidArgument and NotFound for values that the endpoint refuses."""
+    parsed = answer_format.parse(body, "")
+    requests = parsed.requests
     for index, leader in enumerate(leaders_of(requests)):
         if index == leader:  # other choices of a prompt have its values
             check_values(requests[index], card)
+    return parsed
+
+
+def _for_other_release(outcome: JobOutcome) -> JobOutcome:
+    """The outcome, after which another router may try."""
+    return replace(outcome, is_final=False, retry_after_s=_OTHER_RELEASE_S)
 
 
 def _failed(answer_format: AnswerFormat, error: errors.SlipstreamError) -> JobOutcome:

@@ -11,6 +11,7 @@ import pytest
 from services.router.api.jobs.executor import AnswerExecutor
 from services.router.jobs.decisions import MAX_FAILURES, after_attempt
 from services.router.jobs.types import ClaimedJob, JobState
+from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
 from slipstream.errors import DeadlineExceeded
 from tests.router.conftest import HELLO
@@ -61,3 +62,39 @@ async def test_a_job_of_a_revoked_key_does_not_begin(router: RouterServer) -> No
     outcome = await executor.run(job)
     assert (outcome.status, outcome.is_final) == (401, True)
     assert b"revoked" in outcome.body and not router.manager.held
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": HELLO, "response_format": {"type": "newer"}},
+            "response_format",
+        ),
+        ("/v1/chat/completions", {"messages": HELLO, "structured_outputs": {"newer": 1}}, "newer"),
+        ("/v1/completions", {"prompt": "hi", "temperature": 1e9}, "temperature"),
+        ("/v9/newer", {}, "no such endpoint"),
+    ],
+)
+async def test_a_body_of_a_newer_release_waits_for_another_router(
+    router: RouterServer, path: str, body: dict[str, Any], field: str
+) -> None:
+    executor: AnswerExecutor = router.jobs._executor
+    job = ClaimedJob("job-1", "alice", path, json.dumps(body).encode(), 1, 0, 1.0, 1e12)
+    outcome = await executor.run(job)
+    assert outcome.status in (400, 404) and field in outcome.body.decode()
+    assert not outcome.is_final
+    then = after_attempt(outcome, failures=0, jitter=0.0)
+    assert (then.state, then.delay_s, then.is_failure) == (JobState.QUEUED, 60.0, True)
+    assert after_attempt(outcome, failures=MAX_FAILURES - 1, jitter=0.0).state is JobState.FAILED
+
+
+async def test_what_only_its_run_refuses_fails_a_job_at_once(router: RouterServer, card: ModelCard) -> None:
+    executor: AnswerExecutor = router.jobs._executor
+    data = json.dumps({"prompt": [97] * card.max_context_tokens}).encode()
+    outcome = await executor.run(ClaimedJob("job-1", "alice", "/v1/completions", data, 1, 0, 1.0, 1e12))
+    assert (outcome.status, outcome.is_final) == (400, True), outcome.body
+    data = json.dumps({"input": "hi", "previous_response_id": "resp_gone"}).encode()
+    outcome = await executor.run(ClaimedJob("job-2", "alice", "/v1/responses", data, 1, 0, 1.0, 1e12))
+    assert outcome.is_final, outcome.body
