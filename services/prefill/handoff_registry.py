@@ -46,11 +46,7 @@ class HandoffExporter(Protocol):
 class HandoffRegistry:
     """The handoff table with its clock, its watchers and its exporters."""
 
-    def __init__(
-        self, counters: Counters, *, now_ms: Callable[[], float], on_reader: Callable[[int], None]
-    ) -> None:
-        """`on_reader` gets the rows of draft state that each reader of a handoff asks for."""
-        self._on_reader = on_reader
+    def __init__(self, counters: Counters, *, now_ms: Callable[[], float]) -> None:
         self._counters = counters
         self._now_ms = now_ms
         self._table: HandoffTable[Complete] = HandoffTable()
@@ -138,7 +134,6 @@ class HandoffRegistry:
         handoff = self._table.get(handoff_id)
         if handoff.key != key:
             raise FailedPrecondition(f"handoff {handoff_id} belongs to {handoff.key}, not {key}")
-        self._on_reader(draft_rows)
         if self.hold(handoff_id):
             self._exporters[handoff_id].on_watched(first_block, draft_rows)
         try:

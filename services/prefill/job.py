@@ -24,6 +24,7 @@ from libs.worker.requests.messages import (
 )
 from libs.worker.requests.sequence_task import SequenceTask
 from libs.worker.restore.block_fetcher import FetchStats
+from services.prefill.feature_demand import FeatureDemand
 from services.prefill.handoff_export import HandoffExport
 from services.prefill.handoff_registry import HandoffRegistry
 from services.prefill.plan import PrefillPlan
@@ -41,7 +42,13 @@ class PrefillJob(SequenceTask):
     """See `SequenceTask`; the caller reads `events`."""
 
     def __init__(
-        self, core: WorkerCore, handoffs: HandoffRegistry, plan: PrefillPlan, *, endpoint: str
+        self,
+        core: WorkerCore,
+        handoffs: HandoffRegistry,
+        demand: FeatureDemand,
+        plan: PrefillPlan,
+        *,
+        endpoint: str,
     ) -> None:
         super().__init__(f"prefill {plan.key}", request_id=plan.key.request_id)
         self.plan = plan
@@ -51,6 +58,7 @@ class PrefillJob(SequenceTask):
         self.error: SlipstreamError | None = None
         self._core = core
         self._handoffs = handoffs
+        self._demand = demand
         self._endpoint = endpoint
         self._outputs: asyncio.Queue[StepOutput | SlipstreamError] = asyncio.Queue()
         self._pages: Sequence[int] = ()
@@ -80,7 +88,9 @@ class PrefillJob(SequenceTask):
     # ---- HandoffExporter
 
     def on_watched(self, first_block: int, draft_rows: int) -> None:
+        self._demand.record(self.plan.decode_instance, draft_rows)
         self._draft_rows = max(self._draft_rows, draft_rows)
+        self._core.thread.want_features(self.plan.spec.seq_id, wanted=self._draft_rows > 0)
         if self._export is not None:
             self._export.on_watched(first_block)
 
@@ -126,6 +136,8 @@ class PrefillJob(SequenceTask):
         constraint = core.grammars.begin(spec)
         reservation = await self._reserve()
         self._pages = reservation.pages
+        wanted = self._demand.predict(self.plan.decode_instance)  # until the reader has asked
+        core.thread.want_features(spec.seq_id, wanted=wanted)
         started = time.perf_counter()
         core.counters.observe("slipstream_pages_wait_seconds", started - self._arrived)
         n_blocks = -(-spec.context_tokens // core.info.block_tokens)

@@ -22,6 +22,7 @@ class PrefillPlan:
     spec: SequenceSpec
     kvstore_endpoint: str
     peer_endpoint: str  # a prefill worker that lends what it holds of the prefix
+    decode_instance: str  # empty where the router states none
     lease_ms: int
     deadline_s: float | None
 
@@ -61,5 +62,11 @@ def plan_prefill(
         salt=request.salt,
     )
     return PrefillPlan(
-        key, spec, request.kvstore_endpoint, request.peer_endpoint, request.lease_ms, deadline_s
+        key=key,
+        spec=spec,
+        kvstore_endpoint=request.kvstore_endpoint,
+        peer_endpoint=request.peer_endpoint,
+        decode_instance=request.decode_instance,
+        lease_ms=request.lease_ms,
+        deadline_s=deadline_s,
     )

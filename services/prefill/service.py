@@ -33,9 +33,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         self._attempts = AttemptRegistry()
         self._jobs: dict[AttemptKey, PrefillJob] = {}
         self._demand = FeatureDemand()
-        self._handoffs = HandoffRegistry(
-            core.counters, now_ms=lambda: time.monotonic() * 1e3, on_reader=self._note_reader
-        )
+        self._handoffs = HandoffRegistry(core.counters, now_ms=lambda: time.monotonic() * 1e3)
         self._router_streams = PrefillServer(self._follow)
         self._streams = 0
         self._draining = False
@@ -144,10 +142,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         load.handoffs = self._handoffs.live
         return load
 
-    def _note_reader(self, draft_rows: int) -> None:
-        self._demand.record(draft_rows)
-        self._core.thread.wants_features = self._demand.is_there
-
     # ---- admission and end
 
     def _admit(self, request: prefill_pb2.StartPrefill) -> PrefillJob:
@@ -164,7 +158,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         return job
 
     def _start(self, plan: PrefillPlan) -> PrefillJob:
-        job = PrefillJob(self._core, self._handoffs, plan, endpoint=self._endpoint)
+        job = PrefillJob(self._core, self._handoffs, self._demand, plan, endpoint=self._endpoint)
         self._jobs[plan.key] = job
         job.start().add_done_callback(lambda _: self._remove(plan.key))
         self._core.counters.add("slipstream_requests_total")

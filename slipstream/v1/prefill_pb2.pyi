@@ -85,6 +85,7 @@ class StartPrefill(_message.Message):
     TRACE_FIELD_NUMBER: _builtins.int
     SHARED_SALT_FIELD_NUMBER: _builtins.int
     SHARED_BLOCKS_FIELD_NUMBER: _builtins.int
+    DECODE_INSTANCE_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """identifies the prompt on this stream; the router chooses one that is not in use"""
     prompt: _builtins.bytes
@@ -109,6 +110,8 @@ class StartPrefill(_message.Message):
     """of the first `shared_blocks` blocks, which all tenants share"""
     shared_blocks: _builtins.int
     """within the prompt"""
+    decode_instance: _builtins.str
+    """the decode worker that reads the handoff; empty = unknown"""
     @_builtins.property
     def attempt(self) -> _common_pb2.Attempt: ...
     @_builtins.property
@@ -140,10 +143,11 @@ class StartPrefill(_message.Message):
         trace: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         shared_salt: _builtins.bytes = ...,
         shared_blocks: _builtins.int = ...,
+        decode_instance: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "fingerprint", b"fingerprint", "prefix", b"prefix", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "deadline_ms", b"deadline_ms", "emitted_tokens", b"emitted_tokens", "fingerprint", b"fingerprint", "handle", b"handle", "kvstore_endpoint", b"kvstore_endpoint", "lease_ms", b"lease_ms", "peer_endpoint", b"peer_endpoint", "prefix", b"prefix", "prompt", b"prompt", "salt", b"salt", "sampling", b"sampling", "shared_blocks", b"shared_blocks", "shared_salt", b"shared_salt", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_hashes", b"block_hashes", "deadline_ms", b"deadline_ms", "decode_instance", b"decode_instance", "emitted_tokens", b"emitted_tokens", "fingerprint", b"fingerprint", "handle", b"handle", "kvstore_endpoint", b"kvstore_endpoint", "lease_ms", b"lease_ms", "peer_endpoint", b"peer_endpoint", "prefix", b"prefix", "prompt", b"prompt", "salt", b"salt", "sampling", b"sampling", "shared_blocks", b"shared_blocks", "shared_salt", b"shared_salt", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

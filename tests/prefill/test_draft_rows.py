@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 
 import grpc
@@ -10,22 +11,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.worker_bounds import MAX_PROMPT_FEATURES
+from libs.engine.step.batch import ForwardBatch
+from libs.engine.step.step_model import SequenceRows, StepResult
+from libs.engine.step.stop_flag import StopFlag
 from libs.worker.engine.feature_memory import ExportedFeatures
 from libs.worker.requests.messages import FEATURE_BYTES, parse_features
-from services.prefill.feature_demand import READERS, FeatureDemand
+from services.prefill.feature_demand import MAX_WORKERS, READERS, FeatureDemand
 from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
-from tests.worker.nodes import WAIT_S, Node, PrefillCall, prefill_request, prompt_tokens, running_nodes
+from tests.worker.nodes import (
+    WAIT_S,
+    Gate,
+    Node,
+    PrefillCall,
+    eventually,
+    prefill_request,
+    prompt_tokens,
+    running_nodes,
+)
 
 # Of the protobuf form, whatever the prompt: four numbers, an address and a checksum.
 MOST_STATE_BYTES = 48
 
 
 async def handoff(
-    node: Node, *, draft_rows: int, request_id: str = "r"
+    node: Node, *, draft_rows: int, request_id: str = "r", decode_instance: str = ""
 ) -> tuple[prefill_pb2.HandoffTicket, prefill_pb2.HandoffComplete]:
     """The ticket and the end of the handoff of 50 tokens, to a reader of so many rows."""
     attempt = common_pb2.Attempt(request_id=request_id, attempt=1)
-    call = PrefillCall(node, prefill_request(node, prompt_tokens(50), attempt=attempt))
+    call = PrefillCall(
+        node, prefill_request(node, prompt_tokens(50), attempt=attempt, decode_instance=decode_instance)
+    )
     ticket = prefill_pb2.HandoffTicket.FromString((await call.opened()).ticket)
     request = prefill_pb2.WatchHandoffRequest(
         handoff_id=ticket.handoff_id, attempt=ticket.attempt, draft_rows=draft_rows
@@ -62,28 +77,84 @@ async def test_a_reader_gets_the_newest_rows_that_it_needs(draft_rows: int) -> N
         await release(node, ticket.handoff_id)
 
 
-async def test_prompts_have_features_while_readers_want_some() -> None:
+class StepFeatures:
+    """Whether each step of a worker computed features, oldest first."""
+
+    def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: list[bool] = []
+        model = node.engine.model
+        run = model.run
+
+        def recording(batch: ForwardBatch, rows: Sequence[SequenceRows], stop: StopFlag) -> StepResult:
+            self.found.append(batch.want_features)
+            return run(batch, rows, stop)
+
+        monkeypatch.setattr(model, "run", recording)
+
+    def pop(self) -> list[bool]:
+        found, self.found = self.found, []
+        return found
+
+
+async def test_steps_have_features_while_the_readers_of_their_prompts_want_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Readers that want none leave those of another decode worker their features, and get none with them."""
     async with running_nodes() as nodes:
         node, numbers = await nodes.prefill(), count()
+        steps = StepFeatures(node, monkeypatch)
 
-        async def has_rows(draft_rows: int) -> bool:
-            request_id = f"r-{next(numbers)}"
-            ticket, complete = await handoff(node, draft_rows=draft_rows, request_id=request_id)
+        async def has_rows(decode_instance: str, draft_rows: int) -> bool:
+            ticket, complete = await handoff(
+                node, draft_rows=draft_rows, request_id=f"r-{next(numbers)}", decode_instance=decode_instance
+            )
             await release(node, ticket.handoff_id)
             return complete.HasField("draft_features")
 
-        assert await has_rows(3)
         for _ in range(READERS):
-            assert node.core.thread.wants_features
-            assert not await has_rows(0)
-        assert not node.core.thread.wants_features
-        await has_rows(3)  # its prompt may be computed before the reader asks
-        assert await has_rows(3)
+            assert await has_rows("drafting", 3)
+            assert not await has_rows("plain", 0)
+        steps.pop()
+        for _ in range(3):
+            assert not await has_rows("plain", 0)
+            assert steps.pop() == [False]
+            assert await has_rows("drafting", 3)
+            assert steps.pop() == [True]
+        await has_rows("plain", 3)  # its prompt may be computed before the reader asks
+        assert await has_rows("plain", 3)
 
 
-async def test_a_watch_that_is_refused_says_nothing_of_what_readers_want() -> None:
+@pytest.mark.parametrize("draft_rows", [0, 3])
+async def test_a_reader_that_has_asked_decides_for_its_prompt(
+    monkeypatch: pytest.MonkeyPatch, draft_rows: int
+) -> None:
+    async with running_nodes() as nodes:
+        gate = Gate()
+        node = await nodes.prefill(sleep=gate, step_tokens=32)
+        steps = StepFeatures(node, monkeypatch)
+        call = PrefillCall(node, prefill_request(node, prompt_tokens(50), decode_instance="d"))
+        ticket = prefill_pb2.HandoffTicket.FromString((await call.opened()).ticket)
+        await eventually(lambda: gate.arrived == 1)
+        request = prefill_pb2.WatchHandoffRequest(
+            handoff_id=ticket.handoff_id, attempt=ticket.attempt, draft_rows=draft_rows
+        )
+        watch = prefill_pb2_grpc.PrefillServiceStub(node.channel).WatchHandoff(request, timeout=WAIT_S)
+        [sequence] = node.engine.sequences()
+        await eventually(lambda: node.ledger.streams == 2)
+        await eventually(lambda: sequence.wants_features == bool(draft_rows))
+        gate.open()
+        events = [event async for event in watch]
+        assert steps.pop() == [True, draft_rows > 0]
+        assert events[-1].complete.HasField("draft_features") == bool(draft_rows)
+        await release(node, ticket.handoff_id)
+
+
+async def test_a_watch_that_is_refused_says_nothing_of_what_readers_want(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with running_nodes() as nodes:
         node = await nodes.prefill()
+        steps = StepFeatures(node, monkeypatch)
         ticket, _ = await handoff(node, draft_rows=3)
         stub = prefill_pb2_grpc.PrefillServiceStub(node.channel)
         other = common_pb2.Attempt(request_id="other", attempt=1)
@@ -96,18 +167,35 @@ async def test_a_watch_that_is_refused_says_nothing_of_what_readers_want() -> No
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await stub.WatchHandoff(request, timeout=WAIT_S).read()
                 assert refused.value.code() is code
-        assert node.core.thread.wants_features
+        await release(node, ticket.handoff_id)
+        steps.pop()
+        ticket, complete = await handoff(node, draft_rows=3, request_id="next")
+        assert complete.HasField("draft_features") and steps.pop() == [True]
         await release(node, ticket.handoff_id)
 
 
-@given(st.lists(st.sampled_from([0, 0, 0, 3]), max_size=40))
-def test_features_end_after_some_readers_in_turn_that_want_none(asked: list[int]) -> None:
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from([0, 0, 0, 3])), max_size=60))
+def test_features_end_after_some_readers_of_a_worker_in_turn_want_none(asked: list[tuple[str, int]]) -> None:
     demand = FeatureDemand()
-    assert demand.is_there
-    for n, draft_rows in enumerate(asked, start=1):
-        demand.record(draft_rows)
-        newest = asked[max(n - READERS, 0) : n]
-        assert demand.is_there == (any(newest) or n < READERS)
+    wanted: dict[str, list[int]] = {"a": [], "b": []}
+    assert demand.predict("a") and demand.predict("b")
+    for worker, draft_rows in asked:
+        demand.record(worker, draft_rows)
+        wanted[worker].append(draft_rows)
+        for name, all_rows in wanted.items():
+            assert demand.predict(name) == (len(all_rows) < READERS or any(all_rows[-READERS:]))
+
+
+def test_the_worker_that_read_nothing_for_the_longest_time_is_forgotten() -> None:
+    demand = FeatureDemand()
+    names = [f"d{n}" for n in range(MAX_WORKERS + 1)]
+    for _ in range(READERS):
+        for name in names[:-1]:
+            demand.record(name, 0)
+    demand.record(names[0], 0)
+    assert not any(map(demand.predict, names[:-1]))
+    demand.record(names[-1], 0)
+    assert [name for name in names if demand.predict(name)] == [names[1], names[-1]]
 
 
 async def test_a_worker_without_room_for_features_hands_off_without_them() -> None:

@@ -183,6 +183,11 @@ class PagedEngine:
         sequence.arrival = self._n_started
 
     @locked
+    def want_features(self, seq_id: str, *, wanted: bool) -> None:
+        if (sequence := self._sequences.get(seq_id)) is not None:
+            sequence.wants_features = wanted
+
+    @locked
     def release(self, seq_id: str) -> None:
         sequence = self._sequences.pop(seq_id, None)
         if sequence is not None:
@@ -357,9 +362,10 @@ class PagedEngine:
     def _want_features(self, rows: Sequence[SequenceRows]) -> bool:
         if not self.info.feature_width:
             return False
+        wanting = [r for r in rows if self._sequences[r.seq_id].wants_features]
         return any(
             r.n_sampled or len(r.tokens) > self._sequences[r.seq_id].n_tokens - FEATURE_WINDOW_TOKENS
-            for r in rows
+            for r in wanting
         )
 
     def _progress(self, seq_id: str, shared_tokens: int) -> StepOutput:

@@ -82,6 +82,7 @@ class EngineSequence:
         self.hashes = list(hashes)  # hashes of leading full blocks
         self.n_committed_blocks = 0  # blocks [0, n) went through commit
         self.features = FeatureRows()
+        self.wants_features = True
         self.constraint: TokenConstraint | None = None  # in the state after all tokens
         self._block_tokens = block_tokens
         self._buffer = np.empty(self.n_tokens + 64, dtype=np.uint32)

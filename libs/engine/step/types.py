@@ -206,7 +206,8 @@ class DeviceBytes(Tensor, Protocol):
 class Engine(Protocol):
     """The model on one device group. Synchronous.
 
-    One thread makes all calls. Any thread may call `abandon`, `try_release`, `read_page` and `receive`.
+    One thread makes all calls. Any thread may call `abandon`, `try_release`, `read_page`, `receive` and
+    `want_features`.
     """
 
     @property
@@ -287,6 +288,14 @@ class Engine(Protocol):
 
         Any drafts are safe: right ones save steps, and wrong, stale or unknown ones change no token. The
         result is empty if the pass was aborted (see `abandon`).
+        """
+        ...
+
+    def want_features(self, seq_id: str, *, wanted: bool) -> None:
+        """State whether later steps compute features for the sequence, which they do by default.
+
+        A step computes features of all its rows or of none. Any thread may call it. Unknown sequences are
+        accepted.
         """
         ...
 

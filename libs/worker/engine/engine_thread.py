@@ -97,14 +97,11 @@ class EngineThread:
         draft_source: DraftSource | None = None,
         wants_features: bool = True,
     ) -> None:
-        """`wants_features`: whether steps compute features where no source of drafts decides it.
-
-        It may change while the thread runs.
-        """
+        """`wants_features`: whether steps may compute features where no source of drafts decides it."""
         self._build = build
         self._listener = listener
         self._draft_source = draft_source
-        self.wants_features = wants_features
+        self._wants_features = wants_features
         # Called on the event loop when more pages are free, for sequences that wait for pages.
         self.on_room: Callable[[], None] = lambda: None
         self._engine: Engine | None = None  # once it is built
@@ -176,6 +173,11 @@ class EngineThread:
                 self._publish(engine)  # pages of a sequence that was released meanwhile are free now
 
         await asyncio.shield(loop.run_in_executor(None, run))
+
+    def want_features(self, seq_id: str, *, wanted: bool) -> None:
+        """See `Engine.want_features`. Counts from the next step on."""
+        assert self._engine is not None
+        self._engine.want_features(seq_id, wanted=wanted)
 
     def release(self, seq_id: str) -> asyncio.Future[None]:
         """Release a sequence: at once when the step in progress has no row of it, else after that step.
@@ -256,7 +258,7 @@ class EngineThread:
         started = time.perf_counter()
         try:
             source = self._draft_source
-            wants_features = self.wants_features if source is None else source.wants_features
+            wants_features = self._wants_features if source is None else source.wants_features
             outputs = engine.step(drafts, features=wants_features)
         except Exception as error:
             self._failed_steps += 1

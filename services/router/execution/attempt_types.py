@@ -97,6 +97,7 @@ def start_prefill(
     """The message that starts a prefill, without its prompt."""
     start = prefill_pb2.StartPrefill()
     _write_common(start, spec, workers, attempt=attempt, now_s=now_s)
+    start.decode_instance = workers.decode.worker.instance
     if workers.peer_endpoint:
         start.peer_endpoint = workers.peer_endpoint
     if n_emitted:

@@ -95,3 +95,21 @@ def test_a_prefix_copied_from_a_running_prompt_has_its_features() -> None:
                 n_rows.setdefault(output.seq_id, (output.feature_start, len(output.features)))
     assert shared > 0, "nothing was copied"
     assert n_rows == {"leader": (0, 59), "follower": (0, 59)}
+
+
+def test_steps_without_a_row_of_a_sequence_that_wants_features_compute_none() -> None:
+    engine = build_fake_engine(n_pages=64, block_tokens=BLOCK_TOKENS)
+    for seq_id, start in (("wanting", 1), ("other", 100)):
+        tokens = np.arange(start, start + 20, dtype=np.uint32)
+        engine.reserve(SequenceSpec(seq_id, tokens, SamplingParams(temperature=0.0, max_tokens=9)))
+    engine.want_features("other", wanted=False)
+    engine.want_features("unknown", wanted=False)
+    engine.start("other")
+    assert [output.features is None for output in engine.step()] == [True]
+    engine.start("wanting")
+    found = {output.seq_id: output.features is not None for output in engine.step()}
+    assert found["wanting"], "a step has features for all of its rows"
+    engine.want_features("wanting", wanted=False)
+    assert all(output.features is None for output in engine.step())
+    engine.want_features("other", wanted=True)
+    assert any(output.features is not None for output in engine.step())

@@ -94,9 +94,15 @@ class AttemptRig:
     def __init__(self, decode: Any, prefill: Any = None) -> None:
         self.listener, self.sequence, self.decode = Listener(), Sequence(), decode
         self.prefill, self.started = Sequence(), list[Any]()
+        self.prompts: list[prefill_pb2.StartPrefill] = []
+
+        def start_prefill(start: prefill_pb2.StartPrefill, prompt: Any, listener: Any) -> Sequence:
+            self.prompts.append(start)
+            return self.prefill
+
         if prefill is not None:
             prefill.key = "prefill/prefill-0/1"
-            prefill.start_prefill = lambda start, prompt, listener: self.prefill
+            prefill.start_prefill = start_prefill
 
         def start(request: Any, prompt: Any, listener: Any) -> Sequence:
             self.started.append(request)
@@ -158,6 +164,13 @@ async def test_a_worker_that_stands_still_has_not_crashed_though_its_silence_is_
     prefilling.attempt.on_prefill_failed(error("the connection is lost"), is_connection_lost=True)
     failures = [*decoding.listener.failures, *prefilling.listener.failures]
     assert [failure.is_crash for failure in failures] == [is_crash] * 2
+
+
+async def test_a_prompt_names_the_decode_worker_that_reads_its_handoff() -> None:
+    decode, prefill = link(), link()
+    decode.worker.instance, prefill.worker.instance = "decode-7", "prefill-0"
+    [start] = AttemptRig(decode, prefill).prompts
+    assert start.decode_instance == "decode-7"
 
 
 async def test_tokens_are_counted_and_the_sequence_leaves_a_draining_worker() -> None:
