@@ -27,6 +27,7 @@ from services.router.request.conversations import message_node
 from services.router.request.types import Caller
 from services.router.server import RouterServer
 from slipstream import bounds, errors
+from slipstream.requests import chat_request
 from slipstream.rpc.dial import dial
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import router_pb2
@@ -150,6 +151,23 @@ async def test_messages_about_tokens_are_parsed_off_the_event_loop(
                 await call(message.SerializeToString(), timeout=60)
     assert threads.of.keys() == {"read_message", "parse_tokenized"}
     assert threading.get_ident() not in set.union(*threads.of.values())
+
+
+async def test_a_long_text_is_parsed_and_checked_on_the_event_loop(
+    router: RouterServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading it takes less than the way to a thread and back."""
+    threads = Threads(monkeypatch)
+    threads.watch(generate_message, "read_message")
+    threads.watch(request_manager, "check_values")
+    text = "Where is my order? " * (INLINE_BYTES // 10)
+    request = chat_request([{"role": "user", "content": text}], {"max_tokens": 1})
+    async with dial(router.host.endpoint) as channel:
+        generate: Any = channel.unary_stream("/slipstream.v1.RouterService/Generate")
+        with contextlib.suppress(grpc.aio.AioRpcError):  # the prompt exceeds the context
+            await generate(request.SerializeToString(), timeout=60).read()
+    loop_thread = {threading.get_ident()}
+    assert threads.of == {"read_message": loop_thread, "check_values": loop_thread}
 
 
 @BOTH

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,11 @@ from hypothesis import strategies as st
 
 from services.router.api.rpc.wire import message_structure
 from services.router.api.rpc.wire.message_reader import read_message
-from services.router.api.rpc.wire.message_structure import MessageStructure, measure_structure
+from services.router.api.rpc.wire.message_structure import (
+    MessageStructure,
+    is_mostly_prose,
+    measure_structure,
+)
 from slipstream import bounds
 from slipstream.errors import InvalidArgument
 from slipstream.requests import chat_request
@@ -165,3 +170,38 @@ def test_a_prompt_of_a_whole_context_is_read() -> None:
         8, None
     )
     assert list(read_message(data, router_pb2.GenerateRequest).token_ids.ids) == ids
+
+
+def test_a_long_conversation_is_mostly_prose() -> None:
+    request = chat_request([{"role": "user", "content": "Where is my order? " * 1000}] * 10, {})
+    assert is_mostly_prose(request.SerializeToString(), SCHEMA)
+    assert is_mostly_prose(router_pb2.GenerateRequest(prompt="a" * 100_000).SerializeToString(), SCHEMA)
+
+
+def _with_calls(request: router_pb2.GenerateRequest) -> None:
+    for _ in range(1000):
+        request.chat.messages[0].tool_calls.add()
+
+
+def _with_json(request: router_pb2.GenerateRequest) -> None:
+    request.chat.tools.add(name="f", parameters=f"[{'{},' * 1000}{{}}]")
+
+
+def _with_arguments(request: router_pb2.GenerateRequest) -> None:
+    request.chat.messages[0].tool_calls.add(name="f", arguments="[" * 2000)
+
+
+def _with_ids(request: router_pb2.GenerateRequest) -> None:
+    request.sampling.stop_token_ids.extend(range(200))
+
+
+def _with_much(request: router_pb2.GenerateRequest) -> None:
+    request.chat.messages[0].content[0].text = "a" * (256 << 10)
+
+
+@pytest.mark.parametrize("add", [_with_calls, _with_json, _with_arguments, _with_ids, _with_much])
+def test_what_takes_long_to_read_is_not_prose(add: Callable[[router_pb2.GenerateRequest], None]) -> None:
+    request = request_of(["Where is my order? "])
+    assert is_mostly_prose(request.SerializeToString(), SCHEMA)
+    add(request)
+    assert not is_mostly_prose(request.SerializeToString(), SCHEMA)
