@@ -23,7 +23,7 @@ from libs.common.http.guard import HttpGuard
 from libs.common.http.listening import endpoint_of
 from libs.common.rpc.access import Metadata, current_caller
 from libs.common.rpc.serve import Context
-from libs.common.rpc.single_request import read_request
+from libs.common.rpc.single_request import TimedReads
 from libs.common.runtime.readiness import membership_figures
 from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.process_metrics import ProcessMetrics
@@ -79,11 +79,9 @@ class RouterServer:
         *,
         exit_reports: ExitReports | None = None,
     ) -> None:
-        self._discovery = discovery
-        self._placements = placements
-        self._options = options
+        self._discovery, self._placements, self._options = discovery, placements, options
         self._http_tls = options.tls if options.http_tls else None
-        self._received = ReceiveSlots()
+        self._received, self._reads = ReceiveSlots(), TimedReads()
         self._connections = GrpcConnections(clock=time.monotonic)
         self.ports = open_ports(options, read=self._read_request, on_refused=self._note_refused)
         self.host, self.admin = self.ports.public, self.ports.admin
@@ -306,8 +304,11 @@ class RouterServer:
         try:
             if not self._options.keys.open:  # else all clients are one tenant
                 self._count_connection(context.peer(), tenant)
-            async with self._received.receiving(tenant):
-                return await read_request(method, context)
+            await self._received.enter(tenant)
+            try:
+                return await self._reads.read(method, context)
+            finally:
+                self._received.leave(tenant)
         except BaseException as error:
             self._grpc.note_unread(method, context, error, began_s=began_s)
             raise

@@ -19,6 +19,8 @@ from typing import Any
 
 import grpc
 
+from libs.common.rpc.deadline_queue import HandlerDeadlines
+
 log = logging.getLogger(__name__)
 
 # The coroutine of gRPC's second task of a call, which refers to the handler's task.
@@ -41,12 +43,15 @@ def reset_call(handler: asyncio.Task[Any]) -> None:
     handler.cancel()
 
 
-def reset_call_later(delay_s: float) -> None:
-    """Reset the call that this task handles unless it is over by then."""
+def reset_unless_read(unread: HandlerDeadlines) -> None:
+    """Give the client time to read the last response of the call that this task handles.
+
+    `unread` resets the calls that are not over by then.
+    """
     handler = asyncio.current_task()
     assert handler is not None
-    timer = asyncio.get_running_loop().call_later(delay_s, reset_call, handler)
-    handler.add_done_callback(lambda _: timer.cancel())
+    unread.add(handler)
+    handler.add_done_callback(unread.remove)
 
 
 @contextlib.contextmanager

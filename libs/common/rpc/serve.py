@@ -34,15 +34,16 @@ from opentelemetry.trace import Span
 
 from libs.common.rpc.access import AccessControl, AccessInterceptor, OnRefused, check_address, ignore_refusal
 from libs.common.rpc.access_table import HEALTH_SERVICE, most_request_bytes
-from libs.common.rpc.call_reset import reset_call, reset_call_later
+from libs.common.rpc.call_reset import reset_call, reset_unless_read
 from libs.common.rpc.call_room import CallRoom
+from libs.common.rpc.deadline_queue import HandlerDeadlines
 from libs.common.rpc.endpoints import advertised_endpoint
 from libs.common.rpc.handshake_watch import HandshakeWatch
 from libs.common.rpc.health import HealthService
 from libs.common.rpc.single_request import (
     MalformedRequests,
     ReadRequest,
-    read_request,
+    TimedReads,
     refusing_handler,
     with_trailing,
 )
@@ -121,7 +122,7 @@ class ServiceHost:
         options: Sequence[tuple[str, int]] = (),
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         front_doors: Collection[str] = (),
-        read: ReadRequest = read_request,
+        read: ReadRequest | None = None,
         on_refused: OnRefused = ignore_refusal,
         make_server: Callable[..., grpc.aio.Server] = grpc.aio.server,
     ) -> None:
@@ -222,14 +223,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self,
         front_doors: Collection[str],
         malformed: MalformedRequests,
-        read: ReadRequest,
+        read: ReadRequest | None = None,
         public_methods: Collection[str] = (),
     ) -> None:
-        self._public_methods = public_methods
-        self._read = read
-        self._front_doors = frozenset(front_doors)
-        self._malformed = malformed
-        self._arriving = CallRoom(GRPC_PUBLIC_ARRIVING)
+        self._reads = TimedReads()
+        self._read = read or self._reads.read
+        self._unread = HandlerDeadlines(WRITE_STALL_S, reset_call)
+        self._public_methods, self._front_doors = public_methods, frozenset(front_doors)
+        self._malformed, self._arriving = malformed, CallRoom(GRPC_PUBLIC_ARRIVING)
         self._wrapped: dict[str, tuple[Any, Any]] = {}  # by method: its handler, and that wrapped
 
     async def intercept_service(
@@ -259,7 +260,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         # One room for each method: streams that watch take no place of a probe.
         room = functools.partial(_enter, CallRoom(GRPC_PUBLIC_CALLS)) if is_public else _unbounded
         read = self._read_public if is_public else self._read
-        wrap: Callable[..., Any] = _wrap_stream if inspect.isasyncgenfunction(inner) else _wrap_call
+        wrap_call = functools.partial(_wrap_call, unread=self._unread)
+        wrap: Callable[..., Any] = _wrap_stream if inspect.isasyncgenfunction(inner) else wrap_call
         wrapped = wrap(
             inner,
             method,
@@ -280,7 +282,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         with _enter(self._arriving, context):
             try:
                 async with asyncio.timeout(GRPC_PUBLIC_READ_S):
-                    return await read_request(method, context)
+                    return await self._reads.read(method, context)
             except TimeoutError:
                 raise InvalidArgument("request", f"must arrive within {GRPC_PUBLIC_READ_S:g} s") from None
 
@@ -304,6 +306,7 @@ def _wrap_call(
     traced: bool,
     begins: bool,
     room: Room,
+    unread: HandlerDeadlines,
 ) -> Callable[..., Awaitable[Any]]:
     """Wrap a handler that returns its response, or writes its responses itself."""
 
@@ -317,7 +320,7 @@ def _wrap_call(
                         response = await inner(request, context)
                 else:
                     response = await inner(request, context)
-            reset_call_later(WRITE_STALL_S)  # gRPC writes the response, and waits for the client to read it
+            reset_unless_read(unread)  # gRPC writes the response, and waits for the client to read it
             return response
         except grpc.aio.AbortError:
             del request, context  # see _status_of

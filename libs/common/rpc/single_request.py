@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 import grpc
 from google.protobuf.message import DecodeError
 
+from libs.common.rpc.deadline_queue import HandlerDeadlines
 from libs.common.service_bounds import REQUEST_READ_S
 from slipstream import bounds
 from slipstream.errors import InvalidArgument, SlipstreamError
@@ -77,20 +78,38 @@ class MalformedRequests:
         return parse
 
 
-async def read_request(_method: str, context: Any, *, timeout_s: float = REQUEST_READ_S) -> Any:
-    """The message of a call. Raises InvalidArgument when there is none in time.
+class TimedReads:
+    """Reads the message of each call, which has `timeout_s` to arrive. Made on an event loop."""
 
-    A second message is not read, as by gRPC's own unary methods in Python. To refuse it, every call needs
-    a second read: 20 to 40 us of CPU, and a wait for clients that leave their side open.
-    """
-    try:
-        async with asyncio.timeout(timeout_s):
+    def __init__(self, *, timeout_s: float = REQUEST_READ_S) -> None:
+        self._deadlines = HandlerDeadlines(timeout_s, self._cancel)
+        self._late: set[asyncio.Task[Any]] = set()
+
+    async def read(self, _method: str, context: Any) -> Any:
+        """The message of a call. Raises InvalidArgument when there is none in time.
+
+        A second message is not read, as by gRPC's own unary methods in Python. To refuse it, every call needs
+        a second read: 20 to 40 us of CPU, and a wait for clients that leave their side open.
+        """
+        handler = asyncio.current_task()
+        assert handler is not None
+        self._deadlines.add(handler)
+        try:
             request = await context.read()
-    except TimeoutError:
-        raise bounds.BODY_TIME.refused() from None
-    if request is grpc.aio.EOF:
-        raise InvalidArgument("request", "must be given")
-    return request
+        except asyncio.CancelledError:
+            if handler in self._late and not handler.uncancel():
+                raise bounds.BODY_TIME.refused() from None
+            raise
+        finally:
+            self._deadlines.remove(handler)
+            self._late.discard(handler)
+        if request is grpc.aio.EOF:
+            raise InvalidArgument("request", "must be given")
+        return request
+
+    def _cancel(self, handler: asyncio.Task[Any]) -> None:
+        self._late.add(handler)
+        handler.cancel()
 
 
 def with_trailing(status: grpc.Status, context: Any) -> grpc.Status:

@@ -146,7 +146,15 @@ class ReceiveSlots:
 
     @contextlib.asynccontextmanager
     async def receiving(self, tenant: str) -> AsyncIterator[None]:
-        """Receive one message of the tenant inside. Raises Overloaded when there is no room in time.
+        """Receive one message of the tenant inside. Raises Overloaded as `enter` does."""
+        await self.enter(tenant)
+        try:
+            yield
+        finally:
+            self.leave(tenant)
+
+    async def enter(self, tenant: str) -> None:
+        """Begin to receive a message, which `leave` ends. Raises Overloaded when there is no room in time.
 
         It raises at once when too many of the tenant wait: each takes one of the process's calls.
         """
@@ -156,12 +164,14 @@ class ReceiveSlots:
         await self._of_tenants.enter(tenant)
         try:
             await _acquire(self._all, self._wait_s)
-            try:
-                yield
-            finally:
-                self._all.release()
-        finally:
+        except BaseException:
             self._of_tenants.leave(tenant)
+            raise
+
+    def leave(self, tenant: str) -> None:
+        """End a message that `enter` began."""
+        self._all.release()
+        self._of_tenants.leave(tenant)
 
 
 async def _acquire(room: asyncio.Semaphore, wait_s: float) -> None:

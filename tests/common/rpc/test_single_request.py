@@ -19,7 +19,7 @@ from libs.common.cluster.worker_service import WorkerIdentity, WorkerService
 from libs.common.rpc import serve
 from libs.common.rpc.call_room import CallRoom
 from libs.common.rpc.serve import ServiceHost
-from libs.common.rpc.single_request import MalformedRequests, read_request
+from libs.common.rpc.single_request import MalformedRequests, TimedReads
 from libs.common.service_bounds import GRPC_PUBLIC_CALLS, GRPC_PUBLIC_REQUEST_BYTES
 from slipstream.errors import Aborted, InvalidArgument, Overloaded, Unauthenticated
 from slipstream.rpc.dial import dial
@@ -108,7 +108,7 @@ async def test_further_messages_are_ignored_as_by_a_server_of_grpc() -> None:
 
 
 async def test_a_message_that_does_not_come_is_not_waited_for() -> None:
-    async with serving(read=functools.partial(read_request, timeout_s=0.1)) as channel:
+    async with serving(read=TimedReads(timeout_s=0.1).read) as channel:
         call: Any = channel.stream_stream("/t.Test/Echo")(timeout=WAIT_S)
         error = await end_of(call)
         assert isinstance(error, InvalidArgument) and "must arrive within" in error.message

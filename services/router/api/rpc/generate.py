@@ -10,6 +10,7 @@ import grpc
 
 from libs.common import service_bounds
 from libs.common.rpc.call_reset import ending_with_call
+from libs.common.rpc.deadline_queue import DeadlineQueue
 from libs.common.rpc.serve import metadata_of
 from libs.common.rpc.single_request import with_trailing
 from libs.common.telemetry import tracing
@@ -22,6 +23,7 @@ from services.router.api.rpc.call_record import note_failure, request_id_of, tra
 from services.router.api.rpc.callers import Callers, Context
 from services.router.api.rpc.generate_message import ParsedCall
 from services.router.api.rpc.write_watch import WriteWatch
+from services.router.execution.event_queue import ResponseQueue
 from services.router.execution.request_manager import RequestManager
 from services.router.execution.running_request import RunningRequest
 from services.router.placement.decision_json import DEBUG_HEADER, PLACEMENT_HEADER, header_text
@@ -55,6 +57,9 @@ class GenerateMethod:
         self._reader = reader
         self._access_log = access_log
         self._clock = clock
+        self._starts: DeadlineQueue[ResponseQueue] = DeadlineQueue(
+            _MAX_START_WAIT_S, ResponseQueue.release_start
+        )
         self._texts = TokenTexts(manager.context.card, manager.context.threads)
         self.write_stall_s = write_stall_s
         self.reset_s = service_bounds.GRPC_RESET_S  # how long it may then leave the status unread
@@ -213,7 +218,7 @@ class GenerateMethod:
         # While a response waits for a client that does not read, this task stands still, and the request
         # ends without it.
         run.sink.holds_start = True
-        release = asyncio.get_running_loop().call_later(_MAX_START_WAIT_S, run.sink.release_start)
+        self._starts.add(run.sink)
         watch = WriteWatch(context, run, stall_s=self.write_stall_s, reset_s=self.reset_s)
         try:
             with ending_with_call():
@@ -227,6 +232,6 @@ class GenerateMethod:
                 if response.events:
                     await watch.write(response.SerializeToString())
         finally:
-            release.cancel()
+            self._starts.remove(run.sink)
             watch.cancel()
         raise errors.Internal("the answer has no end")
