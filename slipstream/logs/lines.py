@@ -24,7 +24,7 @@ MAX_MESSAGE_CHARS = 4096
 MAX_FIELD_CHARS = 512
 MAX_EXCEPTION_CHARS = 16_384
 # Such a value stands in a text line as it is; any other one is quoted as JSON.
-_PLAIN = re.compile(r"[!#-<>-~]+")
+_is_plain = re.compile(rf"[!#-<>-~]{{1,{MAX_FIELD_CHARS}}}").fullmatch
 # What a terminal obeys, or takes for the end of a line. Below it, what has no width or turns the direction of
 # what follows: a line could look like another one.
 _CONTROL = re.compile(
@@ -60,7 +60,12 @@ class LineFormat:
         exception = exception[-MAX_EXCEPTION_CHARS:]
         time = datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         if not self.is_json:
-            shown = "".join([f" {name}={_shown(value)}" for name, value in fields.items()])
+            shown = "".join(
+                [
+                    f" {name}={_quoted(value) if isinstance(value, str) and not _is_plain(value) else value}"
+                    for name, value in fields.items()
+                ]
+            )
             below = "".join([f"\n{_escaped(row)}" for row in exception.split("\n")]) if exception else ""
             words = _escaped(message)
             return f"{time} {level.upper()} {self.service}/{self.instance} {logger}: {words}{shown}{below}"
@@ -131,10 +136,5 @@ def _escaped(text: str) -> str:
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def _shown(value: object) -> str:
-    if not isinstance(value, str):
-        return str(value)
-    text = value or "-"
-    if len(text) <= MAX_FIELD_CHARS and _PLAIN.fullmatch(text):
-        return text
-    return json.dumps(_cut(text, MAX_FIELD_CHARS))
+def _quoted(text: str) -> str:
+    return json.dumps(_cut(text, MAX_FIELD_CHARS)) if text else "-"
