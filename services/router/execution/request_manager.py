@@ -157,7 +157,9 @@ class RequestManager:
             self._check_draining()  # the router may have begun to drain during the wait
         else:
             self._takeovers.check_free(key)
-        run = RunningRequest(request_id, movable=caller.attempt > 0, key_sha256=caller.key_sha256)
+        run = RunningRequest(
+            request_id, movable=caller.attempt > 0, key_sha256=caller.key_sha256, text_chars=chars
+        )
         run.constraint = constraint
         self._offer(run, request, caller, counts_prompt=counts_prompt)
         return run
@@ -174,13 +176,13 @@ class RequestManager:
         self._watch_unread()
         work = execute(run, partial(self._make_generation, run, request, caller, began_s))
         task = run.start(work, deadline_s=caller.deadline_s)
-        task.add_done_callback(partial(self._ended, run, key, request.text_chars))
+        task.add_done_callback(partial(self._ended, run, key))
 
     def _offer(
         self, run: RunningRequest, request: GenerationRequest, caller: Caller, *, counts_prompt: bool
     ) -> None:
         """Admit the request or let it wait, with its text in the tenant's share. Raises Overloaded."""
-        chars = request.text_chars
+        chars = run.text_chars
         admission = self._admission(request, caller, run.request_id, chars)
         self.texts.acquire(caller.tenant, chars, is_job=caller.is_job)
         try:
@@ -350,7 +352,6 @@ class RequestManager:
         self,
         run: RunningRequest,
         key: tuple[str, str],
-        chars: int,
         task: asyncio.Task[errors.SlipstreamError | None],
     ) -> None:
         """Clean up after a request's task, which may have been cancelled before its first step."""
@@ -369,21 +370,21 @@ class RequestManager:
         sink.close(error)
         if error is None:
             self.gate.observe_prompt(
-                chars, prompt_tokens=sink.prompt_tokens, cached_tokens=sink.cached_tokens
+                run.text_chars, prompt_tokens=sink.prompt_tokens, cached_tokens=sink.cached_tokens
             )
         del self._runs[key]
         if run.releasing:
-            self._releasing[run] = key, asyncio.create_task(self._wait_released(run, key[0], chars))
+            self._releasing[run] = key, asyncio.create_task(self._wait_released(run, key[0]))
         else:
-            self._released(run, key[0], chars)
+            self._released(run, key[0])
 
-    async def _wait_released(self, run: RunningRequest, tenant: str, chars: int) -> None:
+    async def _wait_released(self, run: RunningRequest, tenant: str) -> None:
         await run.wait_released()
         del self._releasing[run]
-        self._released(run, tenant, chars)
+        self._released(run, tenant)
 
-    def _released(self, run: RunningRequest, tenant: str, chars: int) -> None:
-        self.texts.release(tenant, chars)
+    def _released(self, run: RunningRequest, tenant: str) -> None:
+        self.texts.release(tenant, run.text_chars)
         if run.ticket is not None:
             run.ticket.end(output_tokens=run.sink.completion_tokens)
         run.released.set()

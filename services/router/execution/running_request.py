@@ -36,12 +36,15 @@ class RunningRequest:
         *,
         movable: bool = False,
         key_sha256: bytes = b"",
+        text_chars: int = 0,
         timeline: RequestTimeline | None = None,
     ) -> None:
         """`movable`: the client can resume at another router when this one drains.
 
-        `key_sha256`: of the API key by which it runs; empty: none."""
+        `key_sha256`: of the API key by which it runs; empty: none. `text_chars`: of its input, see
+        `GenerationRequest`."""
         self.request_id = request_id
+        self.text_chars = text_chars
         self.key_sha256 = key_sha256
         self.timeline = timeline or RequestTimeline(request_id)
         self.movable = movable
