@@ -202,12 +202,21 @@ def _tool(item: router_pb2.Tool, path: str) -> Mapping[str, Any]:
         function["description"] = item.description
     if item.parameters:
         try:
-            function["parameters"] = json.loads(item.parameters)
+            function["parameters"] = _decoded(item.parameters)
         except (ValueError, RecursionError):
             raise bounds.TOOL_JSON.refused(f"{path}.function.parameters") from None
     if item.strict:
         function["strict"] = True
     return {"type": "function", "function": function}
+
+
+def _decoded(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError or RecursionError."""
+    try:
+        value: Any = msgspec.json.decode(text)  # in a third of the time
+        return value
+    except (msgspec.DecodeError, RecursionError):
+        return json.loads(text)  # takes numbers without a finite value, and halves of surrogate pairs
 
 
 def _tool_choice(chat: router_pb2.Chat) -> ToolChoice | None:

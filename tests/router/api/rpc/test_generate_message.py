@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -146,3 +147,14 @@ def test_the_page_of_the_api_names_every_field_of_the_contract() -> None:
     for message in (router_pb2.GenerateRequest, router_pb2.Sampling):
         for field in message.DESCRIPTOR.fields:
             assert f"`{field.name}`" in table, field.name
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": 1e999}', '{"a": -Infinity}', '"\\ud800"', '{"a": [1.5, "b"], "a": 2}']
+)
+def test_parameters_are_what_the_standard_library_reads(text: str) -> None:
+    message = router_pb2.GenerateRequest()
+    message.chat.tools.add(name="f", parameters=text)
+    chat = parse_generation(message).input
+    assert isinstance(chat, ChatInput)
+    assert chat.tools[0]["function"]["parameters"] == json.loads(text)

@@ -49,9 +49,9 @@ def read_message(data: bytes, kind: type[MessageT]) -> MessageT:
             raise bounds.UTF8.refused(_body_path(where)) from None
         raise bounds.BODY_FORMAT.refused() from None
     # A message without unknown fields encodes to its size again, unless its sender encoded it wastefully.
-    # Only a different size is worth a walk of the message. `ByteSize` encodes, so it is called once.
+    # Then it has the size that it had before. Only another size is worth a walk. `ByteSize` encodes.
     message.DiscardUnknownFields()
-    if message.ByteSize() != len(data):
+    if (n_bytes := message.ByteSize()) != len(data) and kind.FromString(data).ByteSize() != n_bytes:
         unknown = _find_unknown(kind.FromString(data), "")
         if unknown is not None:
             raise bounds.UNKNOWN_FIELD.refused(_body_path(unknown))
