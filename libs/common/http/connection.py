@@ -171,7 +171,10 @@ class HttpConnection(web.RequestHandler):
         transport = self.transport
         if self._answer_watch is not None:
             self._answer_watch.cancel()  # of the response before
-        watch = None if transport is None else AnswerWatch(transport, self._write_stall_s)
+        watch = None
+        # Of a stream that its handler has written and the kernel has taken, only the end is left.
+        if transport is not None and (not resp.prepared or transport.get_write_buffer_size()):
+            watch = AnswerWatch(transport, self._write_stall_s)
         self._answer_watch = watch
         try:
             return await super().finish_response(request, resp, start_time)

@@ -182,6 +182,9 @@ class EventStream:
             await self._writer.drain()
 
     async def _send_and_drain(self, data: bytes, *, is_last: bool) -> None:
+        if len(data) <= _NEVER_WAITS_BYTES and self._is_writable:
+            await self._send(data, is_last=is_last)
+            return
         stall = asyncio.get_running_loop().call_later(self._write_stall_s, self._cut_off)
         try:
             await self._send(data, is_last=is_last)

@@ -15,7 +15,7 @@ import msgspec
 
 from services.router.api.json_body import Flag, Text, path_of
 from slipstream import bounds
-from slipstream.errors import InvalidArgument
+from slipstream.bound import Rule
 
 # The efforts that say nothing: the model's default.
 _DEFAULT_EFFORTS = ("default", "auto")
@@ -67,8 +67,8 @@ def parse_thinking(given: ThinkingSwitches, ignore: Callable[[str], None]) -> tu
     moonshot, keeps = _moonshot(given.thinking, ignore)
     switches = [moonshot, given.enable_thinking]
     if given.reasoning is not None:
-        switches.append(thinks_of(given.reasoning, bounds.REASONING_EFFORT.refused("reasoning.effort")))
-    switches.append(_of_effort(given.effort, bounds.REASONING_EFFORT.refused()))
+        switches.append(thinks_of(given.reasoning, bounds.REASONING_EFFORT, "reasoning.effort"))
+    switches.append(_of_effort(given.effort, bounds.REASONING_EFFORT))
     if (template := given.template) is not None:
         switches = [template.thinking, template.enable_thinking, *switches]
         if template.preserve_thinking is not None:
@@ -78,17 +78,17 @@ def parse_thinking(given: ThinkingSwitches, ignore: Callable[[str], None]) -> tu
     return next((switch for switch in switches if switch is not None), None), keeps
 
 
-def thinks_of(given: ReasoningOptions, refusal: InvalidArgument) -> bool | None:
-    """Whether the object asks for reasoning. Raises `refusal` for an effort that does not exist."""
-    by_effort = _of_effort(given.effort, refusal)
+def thinks_of(given: ReasoningOptions, rule: Rule, field: str | None = None) -> bool | None:
+    """Whether the object asks for reasoning. Raises InvalidArgument for an effort that does not exist."""
+    by_effort = _of_effort(given.effort, rule, field)
     return by_effort if given.enabled is None else given.enabled
 
 
-def _of_effort(effort: str | None, refusal: InvalidArgument) -> bool | None:
+def _of_effort(effort: str | None, rule: Rule, field: str | None = None) -> bool | None:
     if effort is None or effort in _DEFAULT_EFFORTS:
         return None
     if effort not in EFFORTS:
-        raise refusal
+        raise rule.refused(field)
     return effort != "none"
 
 

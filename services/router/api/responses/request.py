@@ -194,7 +194,7 @@ def parse_response(
         messages=sources.messages,
         tools=parse_response_tools(body.tools, ignored.add) if body.tools else (),
         tool_choice=parse_response_choice(body.tool_choice, ignored.add),
-        thinking=thinks_of(reasoning, api_bounds.EFFORT.refused()),
+        thinking=thinks_of(reasoning, api_bounds.EFFORT),
         parallel_tool_calls=body.parallel_tool_calls is not False,
     )
     generation = GenerationRequest(
