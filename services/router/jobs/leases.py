@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from libs.common.job_bounds import RESERVED_GROUPS
 from libs.database.database import Database
 from libs.database.transaction import SqlTransaction
 from services.router.jobs.decisions import MOST_OVERDUE, NextState, after_loss, in_claim_order, share_claims
@@ -257,16 +258,25 @@ def _claim_of(tx: SqlTransaction, owner: str, tenant: str, n: int, now_s: float)
     rows = tx.execute(
         "UPDATE jobs SET state = 'running', owner = ?, attempt = attempt + 1, started_unix_s = ?, is_held = 0"
         f" WHERE id IN ({marks(order)})"
-        " RETURNING id, path, attempt, failures, created_unix_s, expires_unix_s, key_sha256",
+        " RETURNING id, path, attempt, failures, created_unix_s, expires_unix_s, key_sha256, group_id",
         (owner, now_s, *order),
     )
     rows.sort(key=lambda row: order.index(row[0]))
     bodies = dict(tx.execute(f"SELECT id, body FROM job_requests WHERE id IN ({marks(order)})", order))
     return [
         ClaimedJob(
-            job_id, tenant, path, bytes(bodies[job_id]), attempt, failures, made_s, ends_s, bytes.fromhex(key)
+            job_id,
+            tenant,
+            path,
+            bytes(bodies[job_id]),
+            attempt,
+            failures,
+            made_s,
+            ends_s,
+            bytes.fromhex(key),
+            was_checked=not group.startswith(RESERVED_GROUPS),
         )
-        for job_id, path, attempt, failures, made_s, ends_s, key in rows
+        for job_id, path, attempt, failures, made_s, ends_s, key, group in rows
     ]
 
 

@@ -149,6 +149,7 @@ class ClaimedJob:
     created_unix_s: float
     expires_unix_s: float
     key_sha256: bytes = b""  # of the API key that submitted it; empty: none
+    was_checked: bool = False  # its body, by the router that took it; those of batches are not
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,13 @@ async def test_a_common_prefix_is_claimed_together(tables: JobTables) -> None:
     assert [job.id for job in claimed] == [jobs[i].id for i in (0, 2, 4)]
 
 
+async def test_lines_of_a_batch_are_the_jobs_whose_body_was_not_checked(tables: JobTables) -> None:
+    await tables.leases.register("r1")
+    for group, was_checked in (("", True), ("night", True), ("batch_1", False), ("run_1", False)):
+        await tables.submit("a", group_id=group)
+        assert (await tables.claim_one("r1")).was_checked is was_checked
+
+
 async def test_tenants_share_claims(tables: JobTables) -> None:
     await tables.submit(*[f"p{i}" for i in range(20)], tenant="greedy")
     tables.now_s += 1

@@ -99,7 +99,7 @@ class AnswerExecutor:
             )
         except (errors.InvalidArgument, errors.NotFound) as error:
             outcome = _failed(answer_format, error)
-            if not await self._is_refused(answer_format, job):
+            if not (job.was_checked and await self._is_refused(answer_format, job)):
                 return outcome
             log.warning("job %s: a router of another release took its body: %s", job.id, error.message)
             return _for_other_release(outcome)

@@ -72,7 +72,11 @@ async def test_a_job_of_a_revoked_key_does_not_begin(router: RouterServer) -> No
             {"messages": HELLO, "response_format": {"type": "newer"}},
             "response_format",
         ),
-        ("/v1/chat/completions", {"messages": HELLO, "structured_outputs": {"newer": 1}}, "newer"),
+        (
+            "/v1/chat/completions",
+            {"messages": HELLO, "structured_outputs": {"newer": 1}},
+            "structured_outputs",
+        ),
         ("/v1/completions", {"prompt": "hi", "temperature": 1e9}, "temperature"),
         ("/v9/newer", {}, "no such endpoint"),
     ],
@@ -81,7 +85,7 @@ async def test_a_body_of_a_newer_release_waits_for_another_router(
     router: RouterServer, path: str, body: dict[str, Any], field: str
 ) -> None:
     executor: AnswerExecutor = router.jobs._executor
-    job = ClaimedJob("job-1", "alice", path, json.dumps(body).encode(), 1, 0, 1.0, 1e12)
+    job = ClaimedJob("job-1", "alice", path, json.dumps(body).encode(), 1, 0, 1.0, 1e12, was_checked=True)
     outcome = await executor.run(job)
     assert outcome.status in (400, 404) and field in outcome.body.decode()
     assert not outcome.is_final
@@ -93,8 +97,13 @@ async def test_a_body_of_a_newer_release_waits_for_another_router(
 async def test_what_only_its_run_refuses_fails_a_job_at_once(router: RouterServer, card: ModelCard) -> None:
     executor: AnswerExecutor = router.jobs._executor
     data = json.dumps({"prompt": [97] * card.max_context_tokens}).encode()
-    outcome = await executor.run(ClaimedJob("job-1", "alice", "/v1/completions", data, 1, 0, 1.0, 1e12))
+    job = ClaimedJob("job-1", "alice", "/v1/completions", data, 1, 0, 1.0, 1e12, was_checked=True)
+    outcome = await executor.run(job)
     assert (outcome.status, outcome.is_final) == (400, True), outcome.body
     data = json.dumps({"input": "hi", "previous_response_id": "resp_gone"}).encode()
-    outcome = await executor.run(ClaimedJob("job-2", "alice", "/v1/responses", data, 1, 0, 1.0, 1e12))
+    job = ClaimedJob("job-2", "alice", "/v1/responses", data, 1, 0, 1.0, 1e12, was_checked=True)
+    outcome = await executor.run(job)
     assert outcome.is_final, outcome.body
+    data = json.dumps({"prompt": "hi", "temperature": 1e9}).encode()
+    line = ClaimedJob("job-3", "alice", "/v1/completions", data, 1, 0, 1.0, 1e12)  # of a batch
+    assert (await executor.run(line)).is_final
