@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 
@@ -35,7 +36,11 @@ PERSON: Schema = {
     "required": ["name", "age", "tags", "mail", "born"],
     "additionalProperties": False,
 }
-FILLER = GrammarMasks(1)
+
+
+@functools.cache
+def filler() -> GrammarMasks:
+    return GrammarMasks(1)
 
 
 def state(output: OutputFormat, vocabulary: GrammarVocabulary, max_tokens: int) -> GrammarConstraint:
@@ -46,7 +51,9 @@ def state(output: OutputFormat, vocabulary: GrammarVocabulary, max_tokens: int) 
 def constraint_of(grammar: str, vocabulary: GrammarVocabulary, max_tokens: int) -> GrammarConstraint:
     matcher, rules = compile_grammar(grammar, vocabulary), OutputConstraint(grammar)
     closer = AnswerCloser(vocabulary) if max_tokens else None
-    return GrammarConstraint(rules, matcher, vocabulary, closer=closer, max_tokens=max_tokens, filler=FILLER)
+    return GrammarConstraint(
+        rules, matcher, vocabulary, closer=closer, max_tokens=max_tokens, filler=filler()
+    )
 
 
 def allowed_rows(

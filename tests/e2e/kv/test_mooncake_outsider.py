@@ -9,6 +9,7 @@ import contextlib
 import socket
 import struct
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tests.common.transport.peer import pattern
 from tests.common.transport.peers import MIB, Peer, end_peer, start_peer
 from tests.support.processes.kv_attacker import listening_ports
 
-pytest.importorskip("mooncake.engine")
+pytestmark = pytest.mark.skipif(find_spec("mooncake") is None, reason="Mooncake is missing")
 
 # The header of a transfer over TCP: size, address, operation.
 HEADER = struct.Struct("<QQB7x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.support.clusters.local_cluster import LocalCluster, until
 from tests.support.processes.kv_attack import attacked
 from tests.support.processes.kv_attacker import listening_ports
 
-pytest.importorskip("mooncake.engine")
+pytestmark = pytest.mark.skipif(find_spec("mooncake") is None, reason="Mooncake is missing")
 
 # More than MIN_CASES only until a reader has met the attacker.
 MIN_CASES, MAX_CASES = 3, 60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.support.clusters.local_cluster import LocalCluster, until
 from tests.support.processes.kv_attack import attacked
 from tests.support.processes.process_checks import mentioning
 
-pytest.importorskip("mooncake.store")
+pytestmark = pytest.mark.skipif(find_spec("mooncake") is None, reason="Mooncake is missing")
 
 NODES = ("kvstore-0", "kvstore-1")
 CASES, TURNS = 6, 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +26,6 @@ from slipstream.sampling import OutputConstraint
 from tests.engine.support import Draft, Transcript, drive, make_spec, no_drafts
 
 TOKENIZER = Tokenizer.from_dir(Path(__file__).parents[3] / "models" / "slipstream-mini")
-FACTORY = ConstraintFactory(lambda: GrammarVocabulary.of(TOKENIZER), n_threads=2)
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "n": {"type": "integer", "maximum": 99}},
@@ -46,6 +46,11 @@ CHOICES = answer_grammar(OutputFormat("choice", ["Every item", "Every item has a
 FORMS = {"choice": OutputConstraint(CHOICES), "object": OutputConstraint(GRAMMAR)}
 
 
+@functools.cache
+def factory() -> ConstraintFactory:
+    return ConstraintFactory(lambda: GrammarVocabulary.of(TOKENIZER), n_threads=2)
+
+
 def make_engine() -> PagedEngine:
     return build_fake_engine(vocab_size=TOKENIZER.vocab_size, n_pages=64, block_tokens=16)
 
@@ -62,7 +67,7 @@ def run_spec(
     engine = make_engine()
     engine.reserve(spec)
     limit = spec.sampling.max_tokens if ends else 0
-    engine.start("a", constraint=FACTORY.make(rules, spec.emitted, max_tokens=limit))
+    engine.start("a", constraint=factory().make(rules, spec.emitted, max_tokens=limit))
     return drive(engine, draft)
 
 
@@ -127,7 +132,7 @@ def test_a_constraint_rebuilt_from_emitted_tokens_continues_the_same() -> None:
             spec = make_spec("a", range(1, 20), max_tokens=200, stop_token_ids=STOPS, temperature=1.0, seed=3)
             spec = replace(spec, emitted=tuple(whole[:n]))
             engine.reserve(spec)
-            engine.start("a", constraint=FACTORY.make(rules, spec.emitted))
+            engine.start("a", constraint=factory().make(rules, spec.emitted))
             assert drive(engine).tokens["a"] == whole[n:], kind
 
 
@@ -146,7 +151,7 @@ def test_no_call_of_an_undeclared_function_without_a_section() -> None:
         )
         spec = replace(spec, emitted=(section,))
         engine.reserve(spec)
-        engine.start("a", constraint=FACTORY.make(RULES["calls"], spec.emitted))
+        engine.start("a", constraint=factory().make(RULES["calls"], spec.emitted))
         tokens = drive(engine).tokens["a"]
         for begin in [i for i, token in enumerate(tokens) if token == call]:
             if arguments not in tokens[begin:]:
@@ -161,11 +166,11 @@ def test_a_grammar_with_too_costly_masks_fails_alone(monkeypatch: pytest.MonkeyP
     costly = answer_grammar(
         OutputFormat("lark", 'start: e{60,200} "!"\ne: "a"+ b*\nb: "b" | "a" | e'), (), {}
     )
-    constraints = {"plain": FACTORY.make(OutputConstraint(GRAMMAR), ())}
+    constraints = {"plain": factory().make(OutputConstraint(GRAMMAR), ())}
     monkeypatch.setattr(
         grammar_cache, "CLIENT_LIMITS", LLParserLimits(step_max_items=100, verbose_errors=False)
     )
-    constraints["costly"] = FACTORY.make(OutputConstraint(costly, field="guided_grammar"), ())
+    constraints["costly"] = factory().make(OutputConstraint(costly, field="guided_grammar"), ())
     engine = make_engine()
     for name, constraint in constraints.items():
         engine.reserve(make_spec(name, range(1, 20), max_tokens=200, stop_token_ids=STOPS))
@@ -180,7 +185,7 @@ def test_a_grammar_with_too_costly_masks_fails_alone(monkeypatch: pytest.MonkeyP
 
 def test_a_grammar_that_does_not_compile_names_the_clients_field() -> None:
     with pytest.raises(InvalidArgument) as raised:
-        FACTORY.make(OutputConstraint('{"grammars": []}', field="guided_regex"), ())
+        factory().make(OutputConstraint('{"grammars": []}', field="guided_regex"), ())
     assert raised.value.field == "guided_regex"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from pathlib import Path
 
@@ -20,10 +21,14 @@ from libs.text.tokenizer import Tokenizer
 from slipstream.sampling import OutputConstraint, SamplingParams
 
 TOKENIZER = Tokenizer.from_dir(Path(__file__).parents[3] / "models" / "slipstream-mini")
-FACTORY = ConstraintFactory(lambda: GrammarVocabulary.of(TOKENIZER), n_threads=1)
 CALLS = answer_grammar(None, [CallableTool("f")], TOKENIZER.special_ids)
 BEGIN = TOKENIZER.special_id(TOOL_CALL_BEGIN)
 WORD = TOKENIZER.encode_text("word")[0]
+
+
+@functools.cache
+def factory() -> ConstraintFactory:
+    return ConstraintFactory(lambda: GrammarVocabulary.of(TOKENIZER), n_threads=1)
 
 
 def rows(emitted: list[int], drafts: list[int], *, thinking: bool = False) -> SequenceRows:
@@ -40,23 +45,24 @@ def rows(emitted: list[int], drafts: list[int], *, thinking: bool = False) -> Se
         params=SamplingParams(),
         output_counts={},
         prompt_ids=None,
-        constraint=FACTORY.make(rules, emitted),
+        constraint=factory().make(rules, emitted),
     )
 
 
 @pytest.mark.parametrize(
-    ("sequence", "is_held"),
+    ("emitted", "drafts", "thinking", "is_held"),
     [
-        (rows([], []), False),
-        (rows([WORD], [WORD, WORD]), False),
-        (rows([], [WORD], thinking=True), False),
-        (rows([], [WORD, BEGIN]), True),
-        (rows([BEGIN], []), True),
+        ([], [], False, False),
+        ([WORD], [WORD, WORD], False, False),
+        ([], [WORD], True, False),
+        ([], [WORD, BEGIN], False, True),
+        ([BEGIN], [], False, True),
     ],
 )
 def test_only_masks_that_take_time_go_to_the_thread(
-    sequence: SequenceRows, is_held: bool, monkeypatch: pytest.MonkeyPatch
+    emitted: list[int], drafts: list[int], thinking: bool, is_held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    sequence = rows(emitted, drafts, thinking=thinking)
     threads = []
 
     def computed(*work: object) -> object:
