@@ -30,7 +30,7 @@ demo: $(VENV)/.local native ## run the whole cluster and a scripted agent conver
 	@$(BIN)/python -m bench.demo
 
 test: $(VENV)/.dev native ## every test that needs no GPU
-	@$(BIN)/python -m pytest -q -n 5 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -q --processes 5
 
 soak: $(VENV)/.dev native ## the long forms of the fault suites; hours
 	@$(BIN)/python -m pytest -q -m soak --timeout 14400

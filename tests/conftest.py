@@ -2,20 +2,23 @@
 
 import contextlib
 import gc
-import importlib
 import logging
 import os
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.file_order import order_files
+from tests.support.forked_tests.compilation import compiling_from_the_end
 
 # An example's duration means nothing on a shared machine; pytest-timeout bounds the whole test.
 settings.register_profile("slipstream", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("slipstream")
+
+pytest_plugins = ("tests.support.forked_tests.plugin",)
 
 # torch's optimizers and transformers create this directory, by default in /tmp, and leave it behind.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "torchinductor"))
@@ -23,26 +26,24 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] /
 _ROOT = Path(__file__).parent
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session: pytest.Session) -> None:
-    """Collect without garbage collections, and with a share of the files compiled by each process of xdist.
-
-    On a clean clone the compilation of asserts takes longer than all else in the collection.
-    """
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Collect without garbage collections, and for several processes with help to compile the files."""
     gc.disable()
-    worker = getattr(session.config, "workerinput", None)
-    if worker is None or session.config.args != session.config.getini("testpaths"):
-        return
-    share, n_shares = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
-    for path in sorted(_ROOT.rglob("test_*.py"))[share::n_shares]:
-        with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection reports it
-            importlib.import_module(".".join(path.relative_to(_ROOT.parent).with_suffix("").parts))
+    config = session.config
+    is_all = config.args == config.getini("testpaths")
+    with (
+        compiling_from_the_end(_ROOT, _ROOT.parent)
+        if config.option.processes > 1 and is_all
+        else contextlib.nullcontext()
+    ):
+        return (yield)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the files that several processes run; one process runs them by name."""
-    if hasattr(config, "workerinput"):
+    if config.option.processes:
         order_files(_ROOT, items)
 
 

@@ -1,0 +1,108 @@
+"""A fork of the process that collected the tests: it runs files of them, and reports to its parent."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterable, Sequence
+from multiprocessing.connection import Connection
+
+import pytest
+from _pytest.config import create_terminal_writer
+
+from supervisor.exec_guard import die_with_parent
+from tests.support.forked_tests.messages import ForkEnd, ReportMessage, TestBegin, WarningMessage, send
+
+
+class EndOfFile(pytest.Item):
+    """What comes after the last item of a file: an item that shares the session's fixtures alone."""
+
+    def runtest(self) -> None:
+        """Nothing runs it."""
+
+
+class SilentTerminal:
+    """Stands for pytest's terminal reporter, whose writer plugins ask for. The parent has the real one."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._tw = create_terminal_writer(config, open(os.devnull, "w"))  # noqa: SIM115  # as long as the fork
+
+
+class Reporting:
+    """The plugin of pytest that sends reports and warnings to the parent."""
+
+    def __init__(self, config: pytest.Config, connection: Connection) -> None:
+        self._config = config
+        self._connection = connection
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        send(self._connection, ReportMessage(data))
+
+    def pytest_warning_recorded(
+        self, warning_message: warnings.WarningMessage, when: str, nodeid: str
+    ) -> None:
+        if when != "runtest":
+            return  # the parent has it
+        text, category = str(warning_message.message), warning_message.category.__name__
+        where = warning_message.filename, warning_message.lineno
+        send(self._connection, WarningMessage(text, category, *where, nodeid))
+
+
+def run_fork(
+    session: pytest.Session, number: int, files: Iterable[Sequence[int]], connection: Connection
+) -> None:
+    """Run the items with these indices, one file after the other, and end this process."""
+    code = 1
+    try:
+        # What the parent has to do at its end, a fork of it has not.
+        atexit._clear()
+        die_with_parent(os.getppid())
+        _separate(session.config, number, connection)
+        _run(session, files, connection)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            atexit._run_exitfuncs()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # The interpreter would visit every object, and so copy the memory that forks share.
+            os._exit(code)
+
+
+def _separate(config: pytest.Config, number: int, connection: Connection) -> None:
+    """Share no file with the parent and the other forks that both write."""
+    manager = config.pluginmanager
+    capture = manager.getplugin("capturemanager")
+    capture.stop_global_capturing()
+    capture.start_global_capturing()
+    capture.suspend_global_capture(in_=True)
+    directories = config._tmp_path_factory  # type: ignore[attr-defined]
+    directories._given_basetemp = directories.getbasetemp() / f"fork-{number}"
+    directories._basetemp = None
+    # Plugins that write a file at the end, such as the cache, leave that to the process without this input.
+    config.workerinput = {"workerid": f"fork{number}"}  # type: ignore[attr-defined]
+    manager.unregister(name="terminalreporter")
+    manager.register(SilentTerminal(config), "terminalreporter")
+    manager.register(Reporting(config, connection))
+
+
+def _run(session: pytest.Session, files: Iterable[Sequence[int]], connection: Connection) -> None:
+    end = EndOfFile.from_parent(session, name="end of file")
+    try:
+        for file in files:
+            for index, after in zip(file, [*file[1:], None], strict=True):
+                send(connection, TestBegin(index))
+                item, next_item = session.items[index], end if after is None else session.items[after]
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
+                if session.shouldfail or session.shouldstop:
+                    return
+    finally:
+        session._setupstate.teardown_exact(None)
+    send(connection, ForkEnd())

@@ -1,0 +1,143 @@
+"""The process that collected the tests: it forks, hands out files, and replays what forks report."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+
+import pytest
+
+from tests.support.forked_tests.fork import run_fork
+from tests.support.forked_tests.messages import ForkEnd, TestBegin, receive, replay
+
+_END_S = 10.0
+_INDEX_BYTES = 4
+
+
+class FileQueue:
+    """Numbers of files in a pipe, from which each fork takes the next one."""
+
+    def __init__(self, n_files: int) -> None:
+        """A pipe holds 64 KiB before someone reads: 16,384 files."""
+        self._reader, writer = os.pipe()
+        with open(writer, "wb") as pipe:
+            pipe.writelines(number.to_bytes(_INDEX_BYTES, "big") for number in range(n_files))
+
+    def __iter__(self) -> Iterator[int]:
+        """Take numbers until none is left. Several processes may do so."""
+        while number := os.read(self._reader, _INDEX_BYTES):
+            yield int.from_bytes(number, "big")
+
+
+class TestFork:
+    """A running fork from the side of its parent."""
+
+    __test__ = False
+
+    def __init__(self, number: int, pid: int, connection: Connection) -> None:
+        self.number = number
+        self.connection = connection
+        self.item: int | None = None  # that it runs
+        self._pid = pid
+        self._pidfd = os.pidfd_open(pid)
+        self.waited_for = (connection, self._pidfd)
+
+    def is_running(self) -> bool:
+        """Whether the fork has not ended."""
+        return not wait([self._pidfd], 0)
+
+    def end(self, *, timeout_s: float) -> int:
+        """Wait for the end, kill the fork at the deadline, and return its exit code."""
+        if not wait([self._pidfd], timeout_s):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        _, status = os.waitpid(self._pid, 0)
+        os.close(self._pidfd)
+        self.connection.close()
+        return os.waitstatus_to_exitcode(status)
+
+
+class ForkedRun:
+    """All items of a session, run by forks."""
+
+    def __init__(self, session: pytest.Session, n_forks: int) -> None:
+        self._session = session
+        indices = range(len(session.items))
+        grouped = itertools.groupby(indices, key=lambda index: session.items[index].path)
+        self._files = [list(file) for _, file in grouped]
+        self._queue = FileQueue(len(self._files))
+        self._numbers = itertools.count()
+        self._forks: list[TestFork] = []
+        self._n_forks = n_forks
+        # The forks make their temporary directories in this one.
+        session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+
+    def run(self) -> None:
+        """Return at the end of all items. Raises as pytest's own loop: Failed, Interrupted."""
+        if threading.active_count() > 1:
+            raise RuntimeError(f"files of tests start threads, which forks lack: {threading.enumerate()}")
+        try:
+            for _ in range(min(self._n_forks, len(self._files))):
+                self._fork([])
+            while self._forks:
+                ready = wait([each for fork in self._forks for each in fork.waited_for])
+                for fork in [fork for fork in self._forks if not set(ready).isdisjoint(fork.waited_for)]:
+                    self._hear(fork)
+                if self._session.shouldfail:
+                    raise self._session.Failed(self._session.shouldfail)
+                if self._session.shouldstop:
+                    raise self._session.Interrupted(self._session.shouldstop)
+        finally:
+            for fork in self._forks:
+                fork.end(timeout_s=_END_S if sys.exc_info()[0] is KeyboardInterrupt else 0)
+
+    def _fork(self, first: Sequence[int]) -> None:
+        """Start a fork, which runs these items before it takes files."""
+        number = next(self._numbers)
+        ours, theirs = Pipe(duplex=False)
+        pid = os.fork()
+        if pid == 0:
+            files = (self._files[taken] for taken in self._queue)
+            run_fork(self._session, number, itertools.chain([first] if first else [], files), theirs)
+        theirs.close()
+        self._forks.append(TestFork(number, pid, ours))
+
+    def _hear(self, fork: TestFork) -> None:
+        """Replay one message; at the end of a fork, all that are left."""
+        has_ended = not fork.is_running()
+        while fork.connection.poll():
+            try:
+                message = receive(fork.connection)
+            except EOFError:
+                break
+            if isinstance(message, TestBegin):
+                fork.item = message.item
+            elif isinstance(message, ForkEnd):
+                fork.item = None
+            else:
+                replay(message, self._session.config)
+            if not has_ended:
+                return
+        if has_ended:
+            self._forks.remove(fork)
+            self._after(fork)
+
+    def _after(self, fork: TestFork) -> None:
+        """Report the item at which a fork was lost, and have another one run the rest of its file."""
+        code = fork.end(timeout_s=0)
+        if fork.item is None:
+            if code != 0:
+                raise RuntimeError(f"a process of tests ended between two tests: {code}")
+            return
+        item = self._session.items[fork.item]
+        report = pytest.TestReport(
+            item.nodeid, item.location, {}, "failed", f"the process of the test ended: {code}", "call"
+        )
+        item.ihook.pytest_runtest_logreport(report=report)
+        file = next(file for file in self._files if fork.item in file)
+        self._fork(file[file.index(fork.item) + 1 :])

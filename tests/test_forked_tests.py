@@ -1,0 +1,155 @@
+"""Tests in forks of the process that collected them: what is printed, shared and cleaned up."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CONFTEST = """
+import atexit, os
+from pathlib import Path
+import pytest
+
+COLLECTED_BY = os.getpid()
+
+def note(*words):
+    with open(Path(__file__).with_name("notes"), "a") as notes:
+        print(os.getpid(), *words, file=notes)
+
+@pytest.fixture(scope="session", autouse=True)
+def whole_session():
+    atexit.register(note, "exit")
+    yield
+    note("session")
+
+@pytest.fixture(scope="module", autouse=True)
+def whole_file(request):
+    yield
+    note("file", request.path.name)
+"""
+COMPILES = """
+import time
+from tests.support.forked_tests.compilation import compiling_from_the_end
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection():
+    folder = Path(__file__).parent
+    compiled = lambda: {file.name.partition(".")[0] for file in folder.glob("__pycache__/test_*")}
+    before, deadline = compiled(), time.monotonic() + 60
+    with compiling_from_the_end(folder, folder):
+        while len(compiled()) < 3 and time.monotonic() < deadline:
+            time.sleep(0.001)
+    note("compiled", *sorted(compiled() - before))
+    return (yield)
+"""
+PLAIN = """
+import os, warnings
+from conftest import COLLECTED_BY
+
+def test_passes(tmp_path):
+    assert os.getpid() != COLLECTED_BY == os.getppid()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+
+def test_warns(tmp_path):
+    assert not list(tmp_path.iterdir())
+    warnings.warn("said once")
+"""
+FAILS = """
+import pytest
+
+def test_fails():
+    print("what it printed")
+    assert 1 + 1 == 3
+
+@pytest.mark.skip(reason="no such device")
+def test_is_skipped():
+    pass
+"""
+DIES = """
+import os, signal
+
+def test_before():
+    pass
+
+def test_dies():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def test_after():
+    pass
+"""
+
+
+def run(folder: Path, *options: str, more: str = "", **files: str) -> str:
+    """What pytest prints in a folder with these files of tests, and `more` of a conftest."""
+    (folder / "conftest.py").write_text(CONFTEST + more)
+    for name, text in files.items():
+        (folder / f"test_{name}.py").write_text(text)
+    command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "tests.support.forked_tests.plugin"]
+    command += ["-p", "no:cacheprovider", "--rootdir", str(folder), "--processes", "2", *options, str(folder)]
+    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    done = subprocess.run(
+        command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert not done.stderr, done.stderr
+    return done.stdout
+
+
+def noted(folder: Path) -> list[list[str]]:
+    """What each process noted, without its process id."""
+    by_process: dict[str, list[str]] = {}
+    for line in (folder / "notes").read_text().splitlines():
+        process, _, words = line.partition(" ")
+        by_process.setdefault(process, []).append(words)
+    return sorted(by_process.values())
+
+
+def test_reports_are_those_of_one_process(tmp_path: Path) -> None:
+    printed = run(tmp_path, a=PLAIN, b=PLAIN, c=FAILS)
+    assert "1 failed, 4 passed, 1 skipped, 2 warnings in " in printed
+    assert "what it printed" in printed
+    assert "assert (1 + 1) == 3" in printed
+    assert "UserWarning: said once" in printed
+    assert re.search(r"SKIPPED \[1\] .*no such device", printed)
+
+
+def test_each_fork_ends_its_files_and_its_session(tmp_path: Path) -> None:
+    names = "abcdef"
+    assert "12 passed" in run(tmp_path, **dict.fromkeys(names, PLAIN))
+    of_forks = noted(tmp_path)
+    assert 1 <= len(of_forks) <= 2
+    files = []
+    for notes in of_forks:
+        assert notes[-2:] == ["session", "exit"]
+        files += notes[:-2]
+    assert sorted(files) == [f"file test_{name}.py" for name in names]
+
+
+def test_a_lost_process_fails_its_test_alone(tmp_path: Path) -> None:
+    printed = run(tmp_path, a=DIES, b=PLAIN)
+    assert "1 failed, 4 passed" in printed
+    assert "the process of the test ended: -9" in printed
+    assert re.search(r"FAILED .*test_a.py::test_dies", printed)
+
+
+def test_the_first_failure_may_end_all(tmp_path: Path) -> None:
+    printed = run(tmp_path, "-x", a=FAILS, **dict.fromkeys("bcd", PLAIN))
+    assert "stopping after 1 failures" in printed
+    assert "1 failed" in printed
+
+
+def test_an_error_of_the_collection_ends_before_any_fork(tmp_path: Path) -> None:
+    printed = run(tmp_path, a=PLAIN, b="import no_such_module")
+    assert "ModuleNotFoundError" in printed and "1 error" in printed
+    assert not (tmp_path / "notes").exists()
+
+
+def test_another_process_compiles_what_is_not_compiled_yet(tmp_path: Path) -> None:
+    for n_compiled in (3, 0):
+        (tmp_path / "notes").unlink(missing_ok=True)
+        run(tmp_path, "--collect-only", more=COMPILES, **dict.fromkeys("abc", PLAIN))
+        assert noted(tmp_path) == [[" ".join(["compiled", "test_a", "test_b", "test_c"][: 1 + n_compiled])]]
