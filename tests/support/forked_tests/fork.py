@@ -39,6 +39,8 @@ class Reporting:
         self._connection = connection
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.passed and report.when != "call" and not self._config.option.durations:
+            return  # pytest prints and counts nothing of it
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         send(self._connection, ReportMessage(data))
 
