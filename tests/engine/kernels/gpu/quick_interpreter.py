@@ -2,7 +2,8 @@
 
 A launch replaces the builtins of triton.language. The interpreter looks for them among all members at each
 launch. It does so again at each call of a device function, where all are replaced already. It also makes a
-table of all types for each array, and each value of a block unwraps and checks its shape again.
+table of all types for each array, and each value of a block unwraps and checks its shape again. Each integer
+sum is computed again in 64 bits for an assertion that only a debug build has.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 patch_every_member = interpreter._patch_lang
 table_of_dtypes = interpreter._get_np_dtype
 _scan_members = interpreter._patch_builtin
 checked_block_type, checked_tensor = tl.block_type.__init__, tl.tensor.__init__
+broadcast_any = TritonSemantic.broadcast_impl_value
+assert_no_overflow = TritonSemantic.binary_op_sanitize_overflow_impl
 
 
 def _builtin_names(package: Any) -> list[str]:
@@ -93,6 +97,21 @@ def init_tensor(self: Any, handle: Any, type: Any) -> None:
     *_, self.shape, self.numel = found
 
 
+def broadcast(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
+    """Two values of one shape. Blocks that have the same one already stay as they are."""
+    types = left.type, right.type
+    if all(type.is_block() for type in types) and _plain(types[0].shape) == _plain(types[1].shape):
+        return left, right
+    both: tuple[Any, Any] = broadcast_any(self, left, right)
+    return both
+
+
+def check_overflow(self: Any, left: Any, right: Any, operation: Any) -> None:
+    """Assert that an integer result fits its type, where assertions have an effect."""
+    if self.builder.options.debug:
+        assert_no_overflow(self, left, right, operation)
+
+
 def _plain(shape: Any) -> tuple[int, ...]:
     sizes = shape.values if isinstance(shape, tl.tuple) else shape
     return tuple([size.value if isinstance(size, tl.constexpr) else size for size in sizes])
@@ -105,3 +124,5 @@ def install() -> None:
     interpreter._get_np_dtype = np_dtype
     tl.block_type.__init__ = init_block_type
     tl.tensor.__init__ = init_tensor
+    TritonSemantic.broadcast_impl_value = broadcast
+    TritonSemantic.binary_op_sanitize_overflow_impl = check_overflow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -111,3 +112,36 @@ def test_types_are_those_of_the_interpreters_table(name: str) -> None:
         assert quick_interpreter.np_dtype(dtype) == quick_interpreter.table_of_dtypes(dtype)
     pointers = tl.block_type(tl.pointer_type(scalar), [2])
     assert quick_interpreter.np_dtype(pointers) == np.dtype(np.uint64)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"), [([4, 2], [4, 2]), ([4, 1], [1, 2]), ([2], [4, 2]), ([4], None), (None, None)]
+)
+def test_values_take_one_shape_as_the_interpreter_gives_it(
+    left: list[int] | None, right: list[int] | None
+) -> None:
+    def value(shape: list[int] | None) -> Any:
+        data = np.arange(np.prod(shape or [1]), dtype=np.int32).reshape(shape or [1])
+        kind = tl.int32 if shape is None else tl.block_type(tl.int32, shape)
+        return tl.tensor(interpreter.TensorHandle(data, tl.int32), kind)
+
+    semantic = interpreter.interpreter_semantic
+    quick = semantic.broadcast_impl_value(value(left), value(right))
+    checked = quick_interpreter.broadcast_any(semantic, value(left), value(right))
+    for found, wanted in zip(quick, checked, strict=True):
+        assert str(found.type) == str(wanted.type)
+        np.testing.assert_array_equal(found.handle.data, wanted.handle.data)
+
+
+def test_an_overflow_is_asserted_in_a_debug_build_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    semantic = interpreter.interpreter_semantic
+    value = tl.tensor(interpreter.TensorHandle(np.array([1 << 30], np.int32), tl.int32), tl.int32)
+
+    def double() -> None:
+        semantic.binary_op_sanitize_overflow_impl(value, value, semantic.add)
+
+    double()
+    debug = dataclasses.replace(semantic.builder.options, debug=True)
+    monkeypatch.setattr(semantic.builder, "options", debug)
+    with pytest.raises(AssertionError, match="int32 overflow detected for operation add"):
+        double()
