@@ -35,29 +35,27 @@ class MetricSection:
 
 
 _EVERY = (
-    gauge("build_info", "1; the labels name the running version.", "version", "python"),
-    gauge("requests_running", "Requests (sequences, pins, streams) that run in this process."),
-    gauge("requests_waiting", "Requests that wait in this process for capacity, or for a worker."),
-    gauge("draining", "1 while the process drains: it ends its running work and refuses new work."),
-    gauge("etcd_unavailable", "1 while etcd does not hold this process's record on a living lease."),
-    gauge("event_loop_tasks", "Tasks that have not ended, including permanent ones."),
+    gauge("build_info", "1; the running version.", "version", "python"),
+    gauge("requests_running", "Requests (sequences, pins, streams) that run here."),
+    gauge("requests_waiting", "Requests that wait here for capacity or a worker."),
+    gauge("draining", "1 while the process drains."),
+    gauge("etcd_unavailable", "1 while etcd lacks this process's record."),
+    gauge("event_loop_tasks", "Tasks that have not ended."),
     gauge("heap_frozen_objects", "Objects frozen out of garbage collection."),
-    gauge("certificate_expires_unix_seconds", "When the certificate of gRPC and HTTPS ends; with TLS only."),
+    gauge("certificate_expires_unix_seconds", "End of the certificate; with TLS only."),
     counter("full_collections_total", "Garbage collections of the oldest generation."),
-    counter("grpc_malformed_total", "gRPC messages that are malformed."),
-    counter("http_malformed_total", "HTTP messages that are malformed."),
+    counter("grpc_malformed_total", "Malformed gRPC messages."),
+    counter("http_malformed_total", "Malformed HTTP messages."),
     counter("http_connections_refused_total", "HTTP connections closed at the bound."),
 )
 _ACCEPTED = (counter("requests_total", "Requests accepted."),)
-_KV_CACHE = (
-    gauge("kv_cache_info", "1; the labels state the KV cache of the decode tier.", "block_tokens", "blocks"),
-)
+_KV_CACHE = (gauge("kv_cache_info", "1; the KV cache of the decode tier.", "block_tokens", "blocks"),)
 _READERS = (
-    counter("feature_bytes_pulled_total", "Draft features read from prefill or decode workers."),
-    counter("kv_checksum_failures_total", "KV blocks and draft features with a wrong checksum."),
+    counter("feature_bytes_pulled_total", "Draft features read from workers."),
+    counter("kv_checksum_failures_total", "KV and draft features with a wrong checksum."),
 )
 _KV_HOLDERS = (
-    gauge("kv_occupancy_ratio", "Share of a KV tier that is in use, 0 to 1.", "tier"),
+    gauge("kv_occupancy_ratio", "Share of a KV tier in use.", "tier"),
     counter("kv_bytes_pulled_total", "KV bytes read from peers."),
     gauge("kv_quarantined_bytes", "Memory that late bytes of failed reads may reach."),
     gauge("kv_blocks_leaked", "Blocks held whose owner is gone; always 0."),
