@@ -83,13 +83,13 @@ class RouterSettings(ServiceSettings):
     listen: str = setting("address of the gRPC server", default="127.0.0.1:7000", check=check_address)
     http: str = setting("address of the HTTP server", default="127.0.0.1:8000", check=check_address)
     allowed_hosts: str = setting(
-        "NAME[,NAME..] that the Host header may have beside addresses and localhost; * = any",
+        "NAME[,NAME..] of the Host header beside addresses and localhost; * = any",
         default="",
         default_text="none where --http is on loopback, else any",
         check=parse_names,
     )
     cors_origins: str = setting(
-        "ORIGIN[,ORIGIN..] of web pages that may call over HTTP; * = any", default="", check=parse_origins
+        "ORIGIN[,ORIGIN..] of web pages that may call; * = any", default="", check=parse_origins
     )
     access_log: str = setting("whether each call has a line in the log", default="on", choices=ACCESS_LOG)
     drain_s: float = setting(
@@ -103,7 +103,7 @@ class RouterSettings(ServiceSettings):
     admin_advertise: str = setting(
         "HOST:PORT of --admin that others dial",
         default="",
-        default_text="what --admin came to, with the host of --advertise for 0.0.0.0",
+        default_text="what --admin came to (docs/operations.md)",
         check=check_advertised,
     )
     tls_client_ca: Path | None = setting(
@@ -120,7 +120,7 @@ class RouterSettings(ServiceSettings):
         check=parse_model_names,
     )
     thinking: str = setting(
-        "reasoning where a request does not say; model = as generation_config.json says",
+        "default of reasoning; model = as generation_config.json says",
         default="model",
         choices=THINKING,
     )
@@ -129,18 +129,18 @@ class RouterSettings(ServiceSettings):
     )
     max_requests: int = setting("requests running at once", default=MAX_RUNNING_REQUESTS, least=1)
     api_keys: Path | None = setting(
-        "file of API keys (`slipstream keys`), followed; none = requests need no key",
+        "file of API keys (`slipstream keys`); none = no key needed",
         default=None,
         check=check_readable,
         is_secret=True,
     )
     prices: Path | None = setting(
-        "file of prices (docs/metering.md), followed; none = answers state no cost",
+        "file of prices (docs/metering.md)",
         default=None,
         check=check_readable,
     )
     shared_prefix: Path | None = setting(
-        "file with a system prompt whose KV all tenants share; the same for all routers",
+        "file of a system prompt whose KV all tenants share; the same for all routers",
         default=None,
         check=check_readable,
     )

@@ -40,7 +40,7 @@ _SETTINGS = {"model_dir": "model", "draft_model_dir": "draft_model"}
 class ServiceSettings:
     """The settings of every service."""
 
-    instance: str = setting("name of this process in the cluster, unique in its role")
+    instance: str = setting("name of this process, unique in its role")
     listen: str = setting("address of the gRPC server", default="127.0.0.1:0", check=check_address)
     admin_http: str = setting(
         "address of the HTTP server of metrics and health",
@@ -48,16 +48,14 @@ class ServiceSettings:
         check=check_address,
     )
     etcd: str = setting("HOST:PORT[,HOST:PORT..] of etcd; none = no discovery", default="", check=check_peers)
-    etcd_ca: Path | None = setting(
-        "PEM of the CA of etcd's certificate: TLS to etcd", default=None, check=check_readable
-    )
+    etcd_ca: Path | None = setting("PEM of etcd's CA: TLS to etcd", default=None, check=check_readable)
     etcd_certificate: Path | None = setting(
         "PEM of a certificate for etcd", default=None, check=check_readable
     )
     etcd_key: Path | None = setting("PEM of its key", default=None, check=check_readable, is_secret=True)
     etcd_user: str = setting("user of etcd", default="")
     etcd_password_file: Path | None = setting(
-        "file with the password of that user", default=None, check=check_readable, is_secret=True
+        "file of its password", default=None, check=check_readable, is_secret=True
     )
     advertise: str = setting(
         "HOST:PORT that other processes dial",
@@ -68,7 +66,7 @@ class ServiceSettings:
     admin_http_advertise: str = setting(
         "HOST:PORT of --admin-http that others dial",
         default="",
-        default_text="what --admin-http came to, with the host of --advertise for 0.0.0.0",
+        default_text="what --admin-http came to (docs/operations.md)",
         check=check_advertised,
     )
     run_dir: Path = setting("directory for files of this run", default=Path(".run"))

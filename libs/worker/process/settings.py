@@ -59,7 +59,7 @@ class WorkerSettings(TierSettings):
     model: Path | None = setting("checkpoint directory", default=None)
     draft_model: Path | None = setting("EAGLE-3 head directory; none = no draft features", default=None)
     device: str = setting(
-        "where the model or the drafter's head runs: cpu, cuda or cuda:N (docs/gpu.md)",
+        "cpu, cuda or cuda:N (docs/gpu.md)",
         default=CPU,
         check=cuda_index,
     )
@@ -76,7 +76,7 @@ class EngineSettings(WorkerSettings):
     """The settings of workers that own KV pages."""
 
     memory_bytes: int | None = setting(
-        "memory of the worker: of the host, or with --device cuda of each device",
+        "memory of the worker, of the host or of each device",
         default=None,
         default_text="half of the machine's or container's; the device's free memory",
         least=1,
@@ -113,7 +113,7 @@ class EngineSettings(WorkerSettings):
     block_tokens: int = setting("tokens of a KV block, the same in the cluster", default=64, least=1)
     max_batch: int = setting("sequences in one engine step", default=DEFAULT_BATCH, least=1, most=MAX_BATCH)
     max_context_tokens: int | None = setting(
-        "longest context, prompt and answer; its KV must fit",
+        "longest context, prompt and answer",
         default=None,
         default_text="the model's, or what the KV cache holds",
         least=2,  # a token of each
