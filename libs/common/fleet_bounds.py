@@ -43,7 +43,7 @@ ROWS = (
     (
         "A trace of `slipstream plan`: lines / one line",
         f"{MAX_TRACE_LINES} / {MAX_TRACE_LINE_BYTES} bytes",
-        "refused by name",
+        "refused",
     ),
-    ("A file of `slipstream route`", f"{MAX_ROUTE_FILE_BYTES} bytes", "refused by name"),
+    ("A file of `slipstream route`", f"{MAX_ROUTE_FILE_BYTES} bytes", "refused"),
 )

@@ -44,15 +44,15 @@ HUNG_STATUS = 70  # of a process that was to end in order, and a part of which d
 MAX_PROCESS_WAIT_S = 86_400.0
 
 ROWS = (
-    ("`config.json` of a model or a draft head", f"{MAX_CONFIG_BYTES} bytes", "refused by name"),
-    ("`model.safetensors.index.json`", f"{MAX_CHECKPOINT_INDEX_BYTES} bytes", "refused by name"),
+    ("`config.json` of a model or a draft head", f"{MAX_CONFIG_BYTES} bytes", "refused"),
+    ("`model.safetensors.index.json`", f"{MAX_CHECKPOINT_INDEX_BYTES} bytes", "refused"),
     ("Weights and KV cache of a worker", "the machine's memory", "refused before a tensor is read"),
-    ("Ranks of one worker (`--parallel`)", f"{MAX_PARALLEL_RANKS}", "refused by name"),
-    ("Threads of one worker (`--threads`)", f"{MAX_THREADS}", "refused by name"),
+    ("Ranks of one worker (`--parallel`)", f"{MAX_PARALLEL_RANKS}", "refused"),
+    ("Threads of one worker (`--threads`)", f"{MAX_THREADS}", "refused"),
     (
         "Sequences / rows of one step (`--max-batch`, `--step-tokens`)",
         f"{MAX_BATCH} / {MAX_STEP_TOKENS}",
-        "refused by name",
+        "refused",
     ),
     (
         "Prompts whose draft features are on their way",
@@ -76,5 +76,5 @@ ROWS = (
         f"it ends with status {HUNG_STATUS}",
     ),
     ("End of a process of `slipstream up` after its drain (`--grace-s`)", f"{KILL_AFTER_S:g} s", "killed"),
-    ("`--drain-s`, `--grace-s` and `--ready-timeout-s`", f"{MAX_PROCESS_WAIT_S:,.0f} s", "refused by name"),
+    ("`--drain-s`, `--grace-s` and `--ready-timeout-s`", f"{MAX_PROCESS_WAIT_S:,.0f} s", "refused"),
 )
