@@ -18,7 +18,7 @@ _HEAD = """# Metrics
 
 Made from the metric table by `python scripts/gen_metrics.py`; do not edit.
 
-Every process serves its own series with `GET /metrics` of its admin port (`--admin-http`), as Prometheus'
+Every process serves its series with `GET /metrics` of its admin port (`--admin-http`), as Prometheus'
 text or OpenMetrics, as the Accept header asks. Its log and `slipstream status --json` name the port. Off
 loopback it needs an operator or the scrape token (`docs/security.md`).
 
