@@ -27,17 +27,19 @@ from tests.router.conftest import WAIT_S, open_router
 from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.fake_model import FakeModel
 from tests.support.processes.etcd_process import EtcdProcess
+from tests.support.processes.launching import run_service
 
 PEMS = Path(__file__).resolve().parents[1] / "support" / "tls"
 TLS = TlsFiles(PEMS / "ca.pem", PEMS / "peer.pem", PEMS / "peer.key")
 ROOT = Path(__file__).resolve().parents[2]
 
 
+_COMMAND = (sys.executable, "-m", "services.router", "--instance", "router-0")
+
+
 async def _start(*arguments: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.router", "--instance", "router-0", *arguments),
-        cwd=ROOT,
-        stderr=asyncio.subprocess.PIPE,
+        *_COMMAND, *arguments, cwd=ROOT, stderr=asyncio.subprocess.PIPE
     )
 
 
@@ -83,13 +85,11 @@ async def test_a_router_that_ends_leaves_no_record_in_etcd(model_dir: Path, tmp_
             await client.close()
 
 
-async def test_a_failed_start_gives_one_error_line(tmp_path: Path) -> None:
-    process = await _start("--model", str(tmp_path))
-    async with asyncio.timeout(100):
-        _, errors = await process.communicate()
-    assert process.returncode == 1
-    assert b"config.json" in errors.splitlines()[-1]
-    assert b"Traceback" not in errors
+def test_a_failed_start_gives_one_error_line(tmp_path: Path) -> None:
+    code, said = run_service([*_COMMAND, "--model", str(tmp_path)])
+    assert code == 1
+    assert "config.json" in said.splitlines()[-1]
+    assert "Traceback" not in said
 
 
 async def test_a_second_sigterm_ends_several_router_processes_at_once(model_dir: Path) -> None:
@@ -146,15 +146,14 @@ async def _word_after(lines: asyncio.StreamReader, words: str) -> str:
     return line.partition(words)[2].split()[0].rstrip(",")
 
 
-async def test_a_shared_prefix_without_a_text_ends_the_router(model_dir: Path, tmp_path: Path) -> None:
+def test_a_shared_prefix_without_a_text_ends_the_router(model_dir: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "prefix.txt"
     prefix.write_bytes(b"\xff\xfe")
-    process = await _start("--model", str(model_dir), "--shared-prefix", str(prefix), "--http", "127.0.0.1:0")
-    async with asyncio.timeout(100):
-        _, errors = await process.communicate()
-    assert process.returncode == 1
-    assert f"router-0 ends: --shared-prefix: {prefix}:1: is not UTF-8".encode() in errors
-    assert b"Traceback" not in errors
+    options = ("--model", str(model_dir), "--shared-prefix", str(prefix), "--http", "127.0.0.1:0")
+    code, said = run_service([*_COMMAND, *options])
+    assert code == 1
+    assert f"router-0 ends: --shared-prefix: {prefix}:1: is not UTF-8" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("data", [b"", b" \n\n", b"\xff\xfe"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from libs.common.cluster.worker_record import Role
 from services.kvstore.disk.opening import HANGS_AFTER_S, START_WAIT_S, ProgressTimeout
 from supervisor.ports import free_ports
 from tests.support.clusters.worker_processes import WorkerProcess
+from tests.support.processes.launching import run_service
 from tests.support.processes.process_checks import all_gone
 from tests.worker.nodes import eventually, running_nodes
 from tests.worker.restore.test_restore_silent import prefill
@@ -118,8 +118,8 @@ def test_an_unusable_directory_is_refused_although_it_opens_in_the_background(
     (tmp_path / "file").write_bytes(b"")
     command = [sys.executable, "-m", "services.kvstore", "--instance", "k", "--run-dir", str(tmp_path)]
     command += ["--data-dir", str(tmp_path / "file" / "below"), "--disk-bytes", str(8 << 20)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 2 and "is not writable" in ended.stderr
+    code, said = run_service(command)
+    assert code == 2 and "is not writable" in said
 
 
 @given(
