@@ -33,7 +33,7 @@ from slipstream.v1.common_pb2 import CacheTier
 from tests.kvstore.node import BLOCK_BYTES, FINGERPRINT, ROOT, Client, KvstoreProcess, key
 from tests.support.processes.etcd_process import EtcdProcess
 from tests.support.processes.launching import run_service
-from tests.support.processes.process_checks import eventually
+from tests.support.processes.process_checks import eventually, suspend
 
 DRAM, NVME = CacheTier.CACHE_TIER_DRAM, CacheTier.CACHE_TIER_NVME
 ON_DISK = "slipstream_kvstore_blocks_nvme"
@@ -298,7 +298,7 @@ async def test_a_stopped_kvstore_delays_a_reader_by_a_bounded_time(
 ) -> None:
     await client.put([0])
     pinned = await client.pin([0])
-    os.kill(node.process.pid, signal.SIGSTOP)
+    suspend(node.process)
     try:
         with pytest.raises(TransferTimeout):
             await client.read(pinned, [0], timeout_s=1)

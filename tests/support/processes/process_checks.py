@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from tests.support.processes.launching import ServiceProcess
+
 
 def alive(pid: int) -> bool:
     """Whether the process runs; a zombie does not."""
@@ -18,7 +20,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def suspend(process: subprocess.Popen[bytes]) -> None:
+def suspend(process: subprocess.Popen[bytes] | ServiceProcess) -> None:
     """SIGSTOP. Returns when every thread has stopped: until then one may still answer."""
     process.send_signal(signal.SIGSTOP)
     deadline_s = time.monotonic() + 60
