@@ -121,3 +121,30 @@ INLINE vf vsilu(vf x) {
     vf bounded = vmax(x, splat(-80.0f)); /* keeps e^-x finite; silu(-80) is 0 in fp32 anyway */
     return bounded / (1.0f + vexp(-bounded));
 }
+
+/* The lower, and the upper, halves of two vectors, word by word in turn. */
+#if VL == 16
+#define ZIP_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define ZIP_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#define ROUNDS 4
+#elif VL == 8
+#define ZIP_LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define ZIP_HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#define ROUNDS 3
+#else
+#define ZIP_LOW 0, 4, 1, 5
+#define ZIP_HIGH 2, 6, 3, 7
+#define ROUNDS 2
+#endif
+
+/* Row r, word c -> row c, word r: each round turns the bits of (r, c) by one place. */
+INLINE void transpose(vu v[VL]) {
+    UNROLL for (int round = 0; round < ROUNDS; round++) {
+        vu next[VL];
+        UNROLL for (int i = 0; i < VL / 2; i++) {
+            next[2 * i] = __builtin_shufflevector(v[i], v[i + VL / 2], ZIP_LOW);
+            next[2 * i + 1] = __builtin_shufflevector(v[i], v[i + VL / 2], ZIP_HIGH);
+        }
+        UNROLL for (int i = 0; i < VL; i++) v[i] = next[i];
+    }
+}
