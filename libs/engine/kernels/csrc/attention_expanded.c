@@ -6,7 +6,7 @@
 
 #define CHUNK_TOKENS 2048
 #define KEY_BLOCK 64
-#define QUERY_BLOCK 48
+#define QUERY_BLOCK (HAS_AMX ? 64 : 48) /* whole blocks of the kernels' tiles */
 
 typedef struct {
     const attention_t *a;
@@ -117,14 +117,19 @@ static void expand_keys(const chunk_t *c, int64_t panel, const workspace_t *w) {
                sizeof(float) * (size_t)(a->rope / unit * LANES));
 }
 
+/* The pairs of a token of the chunk; beyond the chunk, where probabilities are 0, those of its last token. */
+static const float *pairs_of_token(const chunk_t *c, int64_t token) {
+    return (const float *)cache_row(c->a, c->sequence, c->token0 + smaller(token, c->n_tokens - 1));
+}
+
 /* Computes the values of one head for one panel of tokens; uv is in panels of n_lora elements. */
 static void expand_values(const chunk_t *c, int64_t panel, const float *uv, const workspace_t *w) {
     const attention_t *a = c->a;
     int64_t unit = per_element(c->is_pairs), n_lora = a->lora / unit;
     const float *latent = c->latent + panel * (width_of(a) / unit) * LANES, *tokens[LANES];
     float *values = w->values + panel * LANES / unit * c->v_pad;
-    for (int64_t i = 0; i < LANES; i++) tokens[i] = latent + i;
-    run_tiles((tiles_t){.is_pairs = c->is_pairs, .a = tokens, .n_rows = LANES, .step = LANES, .b = uv,
+    for (int64_t i = 0; i < LANES; i++) tokens[i] = c->is_pairs ? pairs_of_token(c, panel * LANES + i) : latent + i;
+    run_tiles((tiles_t){.is_pairs = c->is_pairs, .a = tokens, .n_rows = LANES, .step = c->is_pairs ? 1 : LANES, .b = uv,
                         .b_stride = LANES, .b_panel = n_lora * LANES, .c = c->is_pairs ? w->mixed : values,
                         .c_stride = c->v_pad, .c_panel = LANES, .n = n_lora, .n_panels = c->v_pad / LANES});
     if (c->is_pairs) join_rows(w->mixed, LANES, c->v_pad, c->v_pad, values, c->v_pad);
