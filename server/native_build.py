@@ -26,12 +26,13 @@ ROOT = Path(__file__).resolve().parent.parent
 _SHARED = ("-O3", "-pthread", "-fPIC", "-shared")
 # Without -ffast-math, because masks are infinities. Products and sums are contracted to fused multiply-adds.
 _KERNELS: tuple[str, ...] = (*_SHARED, "-ffp-contract=fast", "-fno-math-errno")
-# The flags of each variant for x86-64: SSE4.2, AVX2 with FMA, AVX-512, AVX-512 with products of bf16 pairs.
+# The flags that each variant for x86-64 adds: SSE4.2, AVX2 with FMA, AVX-512, bf16 pairs, bf16 tiles.
 _X86_FLAGS = {
     "v2": ("-msse4.2", "-mpopcnt"),
     "v3": ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mmovbe", "-mpopcnt"),
     "v4": ("-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl"),
     "v4_bf16": ("-mavx512bf16",),
+    "v4_amx": ("-mamx-tile", "-mamx-bf16"),
 }
 _COMPILE_TIMEOUT_S = 600.0
 

@@ -28,6 +28,7 @@ from libs.engine.kernels.native import NativeKernels
 from libs.engine.kv.cache import CacheShape
 from libs.engine.model.checkpoint import weights_digest
 from libs.engine.model.runner import KernelsName, ModelRunner, RunnerOptions, threads_at_start
+from libs.engine.model.weights import ComputeDtype
 from libs.engine.model_spec.config import ModelConfig, load_config
 from libs.engine.model_spec.config_json import read_config_json
 from libs.engine.model_spec.plan import long_prompt_rows
@@ -60,7 +61,8 @@ class EngineOptions:
     max_context_tokens        longest context; None = the model's, or what the KV cache holds
     max_batch                 sequences in one step
     step_tokens               rows in one step: the budget that chunked prefill shares with decode
-    compute_dtype             of products with bf16 and INT4 weights; auto = bf16 where a unit exists
+    compute_dtype             of products with bf16 and INT4 weights; auto = bf16 where a unit exists,
+                              avx512_bf16 = the same, but without AMX
     threads                   CPU threads of a step; None = OMP_NUM_THREADS, or all cores
     progress                  follows the weights that are read, and the decode steps that are captured
     packed_dir                where processes of a host share packed weights; None = each has its own
@@ -84,7 +86,7 @@ class EngineOptions:
     kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "cpu"
     kernels: KernelsName = "native"
-    compute_dtype: Literal["auto", "float32"] = "auto"
+    compute_dtype: ComputeDtype = "auto"
     threads: int | None = None
     progress: LoadProgress | None = None
     packed_dir: Path | None = None

@@ -20,18 +20,18 @@ _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
 @cache
-def load_library(level: int | None = None, *, bf16: bool = False) -> ctypes.CDLL:
+def load_library(level: int | None = None, *, bf16: bool = False, amx: bool = True) -> ctypes.CDLL:
     """Load the kernels for this processor, or those of a lower `level` of x86-64.
 
     With `bf16`, products of bf16 and INT4 weights round activations to bf16 where the processor has a unit
-    for that (AVX512_BF16). Raises FailedPrecondition when the kernels are missing, or this processor cannot
-    run them.
+    for that: AMX_BF16, unless `amx` is false, else AVX512_BF16. Raises FailedPrecondition when the kernels
+    are missing, or this processor cannot run them.
     """
     if not _IS_X86:
         return _open("_kernels_generic.so")
     supported = processor_level()
     if bf16 and level is None and has_bf16_unit():
-        return _open("_kernels_x86_64_v4_bf16.so")
+        return _open(f"_kernels_x86_64_v4_{'amx' if amx and can_use_amx() else 'bf16'}.so")
     wanted = supported if level is None else level
     if not _LOWEST_LEVEL <= wanted <= supported:
         raise FailedPrecondition(
@@ -53,6 +53,14 @@ def has_bf16_unit() -> bool:
     return processor_level() == _BF16_LEVEL and bool(
         _open(f"_kernels_x86_64_v{_LOWEST_LEVEL}.so").ss_processor_has_bf16()
     )
+
+
+def can_use_amx() -> bool:
+    """Whether this machine multiplies tiles of bf16 values (AMX_BF16), and this process may.
+
+    From this call on, the process and those that it starts have the right to.
+    """
+    return has_bf16_unit() and bool(_open(f"_kernels_x86_64_v{_LOWEST_LEVEL}.so").ss_processor_use_amx())
 
 
 def _open(name: str) -> ctypes.CDLL:

@@ -55,7 +55,8 @@ class RunnerOptions:
     kernels         "native" = compiled C, "torch" = the reference path, several times slower; "triton" on the
                     CPU = Triton's interpreter, for tests
     compute_dtype   "auto" = products of bf16 and INT4 weights in bf16 with fp32 sums where the processor has
-                    a unit for them (a CUDA device has), else fp32; "float32" = always fp32
+                    a unit for them (a CUDA device has), else fp32; "avx512_bf16" = the same without AMX,
+                    which adds in another order; "float32" = always fp32
     latent_norm_eps epsilon of the q and kv latent norms; 1e-6 as transformers, None = rms_norm_eps as others
     head_dir        EAGLE-3 head directory whose `fc.weight` fuses the features; None = no features
     memory_bytes    what weights and cache may take together; None = the machine's or the container's
@@ -198,11 +199,10 @@ def choose_kernels(options: RunnerOptions) -> Kernels:
     if device.type == "cuda" or options.kernels == "triton":
         dtype = torch.float32 if options.compute_dtype == "float32" else torch.bfloat16
         return open_triton_kernels(device, dtype)
-    return (
-        TorchKernels()
-        if options.kernels == "torch"
-        else NativeKernels(load_library(bf16=options.compute_dtype == "auto"), threads)
-    )
+    if options.kernels == "torch":
+        return TorchKernels()
+    library = load_library(bf16=options.compute_dtype != "float32", amx=options.compute_dtype == "auto")
+    return NativeKernels(library, threads)
 
 
 def choose_threads(options: RunnerOptions) -> int:

@@ -22,7 +22,7 @@ from libs.engine.model_spec.stored_matrix import Matrix, StoredMatrix, StoredRow
 from libs.engine.packed.weight_store import PackableMatrix, PrivateWeights, WeightStore
 
 WeightDtype = Literal["auto", "float32", "bfloat16"]
-ComputeDtype = Literal["auto", "float32"]
+ComputeDtype = Literal["auto", "avx512_bf16", "float32"]
 _TIED_ROWS = 1024  # of the head that are compared with the embedding at once
 
 

@@ -1,7 +1,8 @@
-"""The kernels that multiply pairs of bf16 values, where the processor has a unit for them (AVX512_BF16)."""
+"""The kernels that multiply pairs of bf16 values, with each unit for them that the processor has."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from bench.engine.transformers_peer import load_transformers
-from libs.engine.kernels.library import has_bf16_unit, load_library
+from libs.engine.kernels.library import can_use_amx, has_bf16_unit, load_library
 from libs.engine.kernels.native import NativeKernels
 from libs.engine.kernels.torch_kernels import TorchKernels
 from libs.engine.model.runner import ModelRunner, RunnerOptions
@@ -28,14 +29,36 @@ from tests.engine.kernels.test_kernels import (
     normal,
     plan_of,
 )
+from tests.support.quantize import pack_int4
 from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
-pytestmark = pytest.mark.skipif(not has_bf16_unit(), reason="the processor lacks AVX512_BF16")
 STORAGES = ("bfloat16", "int4", "int4_float_scale")
+KernelsOf = Callable[[int], NativeKernels]  # by the number of threads
 
 
-def bf16_kernels(n_threads: int = 1) -> NativeKernels:
-    return NativeKernels(load_library(bf16=True), n_threads)
+@pytest.fixture(
+    params=[
+        pytest.param(
+            "avx512_bf16",
+            marks=pytest.mark.skipif(not has_bf16_unit(), reason="the processor lacks AVX512_BF16"),
+        ),
+        pytest.param(
+            "auto",
+            marks=pytest.mark.skipif(not can_use_amx(), reason="the processor lacks AMX_BF16"),
+            id="amx",
+        ),
+    ]
+)
+def compute_dtype(request: pytest.FixtureRequest) -> ComputeDtype:
+    """The option that chooses the unit."""
+    chosen: ComputeDtype = request.param
+    return chosen
+
+
+@pytest.fixture
+def kernels_of(compute_dtype: ComputeDtype) -> KernelsOf:
+    library = load_library(bf16=True, amx=compute_dtype == "auto")
+    return lambda n_threads: NativeKernels(library, n_threads)
 
 
 def narrowed_product(x: torch.Tensor, weight: Matrix) -> torch.Tensor:
@@ -50,8 +73,10 @@ def relative_error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("rows", [16, 37])
 @pytest.mark.parametrize("n", [1, 3, 13, 130])
-def test_a_product_rounds_its_input_and_nothing_else(storage: str, rows: int, n: int) -> None:
-    k, weight, x = bf16_kernels(2), matrix(rows, 544, storage), normal(n, 544, seed=1)
+def test_a_product_rounds_its_input_and_nothing_else(
+    kernels_of: KernelsOf, storage: str, rows: int, n: int
+) -> None:
+    k, weight, x = kernels_of(2), matrix(rows, 544, storage), normal(n, 544, seed=1)
     residual, packed = normal(n, rows, seed=2), k.pack(weight)
     wanted = narrowed_product(x, weight)
     torch.testing.assert_close(k.linear(x, packed), wanted, rtol=1e-4, atol=5e-5)
@@ -60,19 +85,19 @@ def test_a_product_rounds_its_input_and_nothing_else(storage: str, rows: int, n:
 
 
 @pytest.mark.parametrize("cols", [1, 2, 31, 1101])
-def test_odd_columns_are_multiplied_too(cols: int) -> None:
-    k, weight, x = bf16_kernels(), matrix(33, cols, "bfloat16"), normal(30, cols, seed=1)
+def test_odd_columns_are_multiplied_too(kernels_of: KernelsOf, cols: int) -> None:
+    k, weight, x = kernels_of(1), matrix(33, cols, "bfloat16"), normal(30, cols, seed=1)
     torch.testing.assert_close(k.linear(x, k.pack(weight)), narrowed_product(x, weight), rtol=1e-4, atol=5e-5)
 
 
-def test_fp32_weights_are_multiplied_in_fp32() -> None:
-    k, weight, x = bf16_kernels(), matrix(40, 544, "float32"), normal(20, 544, seed=1)
+def test_fp32_weights_are_multiplied_in_fp32(kernels_of: KernelsOf) -> None:
+    k, weight, x = kernels_of(1), matrix(40, 544, "float32"), normal(20, 544, seed=1)
     torch.testing.assert_close(k.linear(x, k.pack(weight)), x @ weight.dequantised().T, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("n", [1, 4, 40])
-def test_experts_agree_with_the_reference_within_bf16(storage: str, n: int) -> None:
+def test_experts_agree_with_the_reference_within_bf16(kernels_of: KernelsOf, storage: str, n: int) -> None:
     hidden, inner = CONFIG.hidden_size, CONFIG.moe_intermediate_size
     shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
 
@@ -85,7 +110,7 @@ def test_experts_agree_with_the_reference_within_bf16(storage: str, n: int) -> N
     x, bias = normal(n, hidden, seed=7), 0.3 * normal(CONFIG.n_routed_experts, seed=6)
     answers = [
         k.moe(x, k.pack_moe(router, bias, routed, mlp(1000), CONFIG), torch.zeros(n, hidden))
-        for k in (bf16_kernels(2), TorchKernels())
+        for k in (kernels_of(2), TorchKernels())
     ]
     assert 0 < relative_error(*answers) < 1e-2
 
@@ -97,45 +122,65 @@ def test_experts_agree_with_the_reference_within_bf16(storage: str, n: int) -> N
     [([1], [1]), ([1, 1, 4], [700, 33, 1100]), ([5, 130], [5, 2200])],
 )
 def test_attention_agrees_with_the_reference_within_bf16(
-    config: ModelConfig, form: str, rows: list[int], contexts: list[int]
+    kernels_of: KernelsOf, config: ModelConfig, form: str, rows: list[int], contexts: list[int]
 ) -> None:
     plan = plan_of(config, rows, contexts, "bfloat16")
     everything, nothing = np.arange(len(rows), dtype=np.int32), np.zeros(0, np.int32)
     absorbed, expanded = (everything, nothing) if form == "absorbed" else (nothing, everything)
     plan = replace(plan, absorbed=absorbed, expanded=expanded)
     q = normal(plan.n_rows, config.n_heads, config.qk_head_dim, seed=9)
-    error = relative_error(attend(bf16_kernels(2), plan, config, q), attend(TorchKernels(), plan, config, q))
+    error = relative_error(attend(kernels_of(2), plan, config, q), attend(TorchKernels(), plan, config, q))
     assert 0 < error < 2e-2
 
 
-def test_attention_over_an_fp32_cache_stays_fp32() -> None:
+def test_attention_over_an_fp32_cache_stays_fp32(kernels_of: KernelsOf) -> None:
     plan = plan_of(CONFIG, [1, 140], [90, 300], "float32")
     plan = replace(plan, absorbed=np.zeros(0, np.int32), expanded=np.arange(2, dtype=np.int32))
     q = normal(plan.n_rows, CONFIG.n_heads, CONFIG.qk_head_dim, seed=9)
-    found, wanted = (attend(k, plan, CONFIG, q) for k in (bf16_kernels(), TorchKernels()))
+    found, wanted = (attend(k, plan, CONFIG, q) for k in (kernels_of(1), TorchKernels()))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
 
 
-def test_parts_of_an_odd_width_are_multiplied_in_fp32() -> None:
+def test_parts_of_an_odd_width_are_multiplied_in_fp32(kernels_of: KernelsOf) -> None:
     """No pair may join the last value of one part with the first value of the next."""
     config = replace(ODD, qk_nope_head_dim=13)
     plan = plan_of(config, [40], [300], "bfloat16")
     plan = replace(plan, absorbed=np.zeros(0, np.int32), expanded=np.zeros(1, np.int32))
     q = normal(plan.n_rows, config.n_heads, config.qk_head_dim, seed=9)
-    found, wanted = (attend(k, plan, config, q) for k in (bf16_kernels(), TorchKernels()))
+    found, wanted = (attend(k, plan, config, q) for k in (kernels_of(1), TorchKernels()))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("n_threads", [1, 2])
-def test_a_row_gives_the_same_bits_alone_and_in_a_batch(n_threads: int) -> None:
+def test_a_row_gives_the_same_bits_alone_and_in_a_batch(kernels_of: KernelsOf, n_threads: int) -> None:
     """Verify rows equal decode rows exactly, so drafts do not change the text."""
-    k = bf16_kernels(n_threads)
+    k = kernels_of(n_threads)
     for storage in STORAGES:
         packed, x = k.pack(matrix(50, 544, storage)), normal(133, 544, seed=1)
         together = k.linear(x, packed)
         for end in (1, 2, 5, 14, 40):
             assert torch.equal(together[:end], k.linear(x[:end], packed))
     check_attention_alone(k)
+
+
+@pytest.mark.parametrize("group", [16, 32, 64, 96])
+def test_groups_of_any_size_are_scaled(kernels_of: KernelsOf, group: int) -> None:
+    """Those that a tile does not divide take another path."""
+    weight = pack_int4(normal(40, 12 * group) / group, group, torch.bfloat16)
+    x, k = normal(21, 12 * group, seed=1), kernels_of(1)
+    found, alone = (k.linear(rows, k.pack(weight)) for rows in (x, x[:3]))
+    torch.testing.assert_close(found, narrowed_product(x, weight), rtol=1e-4, atol=1e-4)
+    assert torch.equal(found[:3], alone)
+
+
+def test_other_users_of_the_unit_work_between_products(kernels_of: KernelsOf) -> None:
+    """The kernels release the unit, whose layout torch sets up for itself."""
+    k, weight, x = kernels_of(2), matrix(64, 544, "bfloat16"), normal(40, 544, seed=1)
+    packed, a = k.pack(weight), normal(96, 96).bfloat16()
+    first, wanted = k.linear(x, packed), a.float() @ a.float()
+    for _ in range(3):
+        torch.testing.assert_close((a @ a).float(), wanted, rtol=2e-2, atol=2e-1)
+        assert torch.equal(k.linear(x, packed), first)
 
 
 def logits_of(
@@ -164,7 +209,9 @@ def divergence(wanted: torch.Tensor, found: torch.Tensor) -> float:
     return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
 
 
-def test_the_model_is_nearer_to_fp64_than_bf16_of_transformers(tmp_path: Path) -> None:
+def test_the_model_is_nearer_to_fp64_than_bf16_of_transformers(
+    tmp_path: Path, compute_dtype: ComputeDtype
+) -> None:
     write_random_checkpoint(tmp_path, RandomCheckpoint(config=TINY_CONFIG))
     ids = np.random.default_rng(1).integers(0, TINY_CONFIG["vocab_size"], 200)
     with torch.inference_mode():
@@ -172,8 +219,8 @@ def test_the_model_is_nearer_to_fp64_than_bf16_of_transformers(tmp_path: Path) -
         exact.config._experts_implementation = "eager"  # torch's grouped products have no fp64
         wanted = exact(torch.from_numpy(ids)[None]).logits[0]
         theirs = load_transformers(tmp_path, torch.bfloat16)(torch.from_numpy(ids)[None]).logits[0]
-    whole = divergence(wanted, logits_of(tmp_path, ids, "auto", [200]))
-    steps = logits_of(tmp_path, ids, "auto", [150] + [1] * 50)
-    assert torch.equal(steps, logits_of(tmp_path, ids, "auto", [150] + [5] * 10))
+    whole = divergence(wanted, logits_of(tmp_path, ids, compute_dtype, [200]))
+    steps = logits_of(tmp_path, ids, compute_dtype, [150] + [1] * 50)
+    assert torch.equal(steps, logits_of(tmp_path, ids, compute_dtype, [150] + [5] * 10))
     assert not torch.equal(steps, logits_of(tmp_path, ids, "float32", [150] + [1] * 50))
     assert 0 < max(whole, divergence(wanted, steps)) < divergence(wanted, theirs)

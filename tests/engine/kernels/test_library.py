@@ -121,9 +121,14 @@ def test_kernels_for_bf16_pairs_are_loaded_where_the_processor_has_the_unit(
 ) -> None:
     flags = Path("/proc/cpuinfo").read_text().split()
     assert library.has_bf16_unit() == (processor_level() == 4 and "avx512_bf16" in flags)
-    plain = Path(load_library()._name).name
-    found = Path(load_library(bf16=True)._name).name
-    assert found == ("_kernels_x86_64_v4_bf16.so" if library.has_bf16_unit() else plain)
+    has_amx = library.has_bf16_unit() and {"amx_tile", "amx_bf16"}.issubset(flags)
+    assert library.can_use_amx() == has_amx
+    names = [Path(load_library(bf16=True, amx=amx)._name).name for amx in (True, False)]
+    plain, pairs, tiles = (
+        f"_kernels_x86_64_v{variant}.so" for variant in (processor_level(), "4_bf16", "4_amx")
+    )
+    lesser = pairs if library.has_bf16_unit() else plain
+    assert names == [tiles if has_amx else lesser, lesser]
     load_library.cache_clear()
     monkeypatch.setattr(library, "has_bf16_unit", lambda: False)
     assert Path(load_library(bf16=True)._name).name == plain
@@ -169,7 +174,7 @@ def test_builds_are_portable() -> None:
         for built in BUILD["libraries"](machine):
             assert not [flag for flag in built.flags if "native" in flag or flag.startswith("-march")]
     levels = [built.path.name for built in BUILD["libraries"]("AMD64") if "kernels" in built.path.name]
-    assert levels == [f"_kernels_x86_64_v{level}.so" for level in ("2", "3", "4", "4_bf16")]
+    assert levels == [f"_kernels_x86_64_v{level}.so" for level in ("2", "3", "4", "4_bf16", "4_amx")]
     assert "_kernels_generic.so" in [built.path.name for built in BUILD["libraries"]("aarch64")]
 
 

@@ -1,6 +1,7 @@
 /* Multi-head latent attention over a paged cache, for selected sequences of a batch. */
 #pragma once
 
+#include "amx.h"
 #include "gemm.h"
 
 typedef struct {

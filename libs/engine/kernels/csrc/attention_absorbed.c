@@ -8,6 +8,7 @@
 #define SPLIT_TOKENS 512
 #define BLOCK_TOKENS 64
 #define GROUP_LANES 64 /* query lanes of a work item */
+#define SCORE_ROWS (HAS_AMX ? 32 : 2 * TILE_ROWS) /* tokens of a product, whole blocks of tiles */
 
 /* One work item: some query lanes of a sequence against one split of its context. */
 typedef struct {
@@ -130,7 +131,7 @@ static void score_block(const task_t *t, const float *const *tokens, int64_t n_t
                         float *score, const char *next) {
     int64_t width = width_of(t->a), row_bytes = width * (t->a->is_bf16 ? 2 : 4);
     for (int64_t token = 0, n; token < n_tokens; token += n) {
-        n = smaller(2 * TILE_ROWS, n_tokens - token);
+        n = smaller(SCORE_ROWS, n_tokens - token);
         if (next) prefetch_rows(next + token * row_bytes, n, row_bytes);
         run_tiles((tiles_t){.is_pairs = t->is_pairs, .a = tokens + token, .n_rows = n, .step = 1, .b = query,
                             .b_stride = LANES, .c = score + token * LANES, .c_stride = LANES,

@@ -1,7 +1,8 @@
 #include "gemm.h"
 #include "panel.h"
 
-#define MAX_GROUP 8 /* panels of a work item */
+#define MAX_GROUP UNIT_PANELS          /* panels of a work item */
+#define MIN_GROUP (HAS_AMX ? 4 : 2)    /* so many share a row's loads, or hide each other's latency */
 
 #define NARROW_ROWS 16 /* of a work item */
 
@@ -54,11 +55,8 @@ static void store_row(const block_t *b, int64_t panel, int64_t r, const float *v
     }
 }
 
-static void gated_panel(const block_t *b, int64_t panel) {
-    float gate[BLOCK_ROWS * LANES] __attribute__((aligned(64)));
-    float up[BLOCK_ROWS * LANES] __attribute__((aligned(64)));
-    panel_t gate_panel = {b->p->w, panel, gate, LANES, 0}, up_panel = {b->p->up, panel, up, LANES, 0};
-    panel_product((int)b->p->is_pairs, b->rows, b->n_rows, &gate_panel, &up_panel);
+/* gate and up: [rows][16] of a panel. */
+static void store_gated(const block_t *b, int64_t panel, float *gate, const float *up) {
     for (int64_t r = 0; r < b->n_rows; r++) {
         UNROLL for (int v = 0; v < NV; v++) {
             float *at = gate + r * LANES + v * VL;
@@ -66,6 +64,14 @@ static void gated_panel(const block_t *b, int64_t panel) {
         }
         store_row(b, panel, r, gate + r * LANES);
     }
+}
+
+static void gated_panel(const block_t *b, int64_t panel) {
+    float gate[BLOCK_ROWS * LANES] __attribute__((aligned(64)));
+    float up[BLOCK_ROWS * LANES] __attribute__((aligned(64)));
+    panel_t gate_panel = {b->p->w, panel, gate, LANES, 0}, up_panel = {b->p->up, panel, up, LANES, 0};
+    panel_product((int)b->p->is_pairs, b->rows, b->n_rows, &gate_panel, &up_panel);
+    store_gated(b, panel, gate, up);
 }
 
 /* Computes the last panel, where fewer than 16 results of a row may be written. */
@@ -81,8 +87,34 @@ static void partial_panel(const block_t *b, int64_t panel) {
     for (int64_t r = 0; r < b->n_rows; r++) memcpy(out + r * stride, padded + r * LANES, n_bytes);
 }
 
+#if HAS_AMX
+/* All panels of a work item at once: rows that are not apart by one distance are copied for the unit only once. */
+static void gated_panels(const block_t *b, int64_t panel, int64_t end) {
+    float gate[UNIT_PANELS][BLOCK_ROWS * LANES] __attribute__((aligned(64)));
+    float up[UNIT_PANELS][BLOCK_ROWS * LANES] __attribute__((aligned(64)));
+    panel_t gates = {b->p->w, panel, gate[0], LANES, 0}, ups = {b->p->up, panel, up[0], LANES, 0};
+    unit_product(b->rows, b->n_rows, &gates, end - panel, BLOCK_ROWS * LANES);
+    unit_product(b->rows, b->n_rows, &ups, end - panel, BLOCK_ROWS * LANES);
+    for (int64_t i = 0; i < end - panel; i++) store_gated(b, panel + i, gate[i], up[i]);
+}
+
+static void run_unit_panels(const block_t *b, int64_t panel, int64_t end) {
+    const product_t *p = b->p;
+    int64_t whole = p->w->rows / LANES < end ? p->w->rows / LANES : end;
+    panel_t first = {p->w, panel, out_of(b, panel), p->out_stride, (int)p->add};
+    if (panel < whole) unit_product(b->rows, b->n_rows, &first, whole - panel, LANES);
+    if (whole < end) partial_panel(b, whole);
+}
+#endif
+
 static void run_panels(const block_t *b, int64_t panel, int64_t end) {
     const product_t *p = b->p;
+#if HAS_AMX
+    if (by_unit((int)p->is_pairs, p->w) && (!p->up || by_unit((int)p->is_pairs, p->up))) {
+        p->up ? gated_panels(b, panel, end) : run_unit_panels(b, panel, end);
+        return;
+    }
+#endif
     if (p->up) {
         for (; panel < end; panel++) gated_panel(b, panel);
         return;
@@ -135,7 +167,7 @@ void run_products(const product_t *products, int64_t n, char *scratch, pool_t *p
         work += products[i].n_rows * products[i].w->rows * products[i].w->cols;
     }
     group = total / (pool_threads(pool) * 6); /* about six items per thread, so that others help a delayed one */
-    group = group < 2 ? 2 : group > MAX_GROUP ? MAX_GROUP : group; /* at least a pair of panels */
+    group = group < MIN_GROUP ? MIN_GROUP : group > MAX_GROUP ? MAX_GROUP : group;
     first_item[0] = 0;
     for (int64_t i = 0; i < n; i++)
         first_item[i + 1] = first_item[i] + blocks_of(products + i) * groups_of(products + i, group);

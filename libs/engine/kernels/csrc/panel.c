@@ -162,8 +162,29 @@ static int64_t rows_of_two(int is_pairs, const matrix_t *w) {
     return is_pairs && w->kind == MATRIX_BF16 ? BLOCK_ROWS : 3;
 }
 
+#if HAS_AMX
+void unit_product(const float *const *rows, int64_t n_rows, const panel_t *first, int64_t n_panels, int64_t out_panel) {
+    const matrix_t *w = first->w;
+    int64_t n = pairs_of(w->cols);
+    if (w->kind == MATRIX_INT4) {
+        run_unit_int4(rows, n_rows, w, first->panel, n_panels, first->out, first->stride, out_panel, first->add);
+        return;
+    }
+    run_tiles((tiles_t){.is_pairs = 1, .accumulate = first->add, .a = rows, .n_rows = n_rows, .step = 1,
+                        .b = (const float *)w->data + first->panel * n * LANES, .b_stride = LANES,
+                        .b_panel = n * LANES, .c = first->out, .c_stride = first->stride, .c_panel = out_panel,
+                        .n = n, .n_panels = n_panels});
+}
+#endif
+
 void panel_product(int is_pairs, const float *const *rows, int64_t n_rows, const panel_t *a, const panel_t *b) {
     const panel_t *side[] = {a, b};
+#if HAS_AMX
+    if (by_unit(is_pairs, a->w)) {
+        for (int i = 0; i < 2 && side[i]; i++) unit_product(rows, n_rows, side[i], 1, 0);
+        return;
+    }
+#endif
     if (b && n_rows <= rows_of_two(is_pairs, a->w) && a->w->kind == b->w->kind) {
         stream_blocks(stream_two[is_pairs], rows, n_rows, side);
         return;

@@ -1,5 +1,7 @@
 #include "pool.h"
 
+#include "amx.h"
+
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -56,6 +58,7 @@ static void await_new_job(pool_t *p, int64_t seen) {
             if (has_new_job(p, seen)) return;
             relax();
         }
+    release_unit();
     pthread_mutex_lock(&p->lock);
     atomic_fetch_add(&p->sleeping, 1);
     while (!has_new_job(p, seen)) pthread_cond_wait(&p->wake, &p->lock);
@@ -90,6 +93,7 @@ static void announce(pool_t *p) {
 void pool_run(pool_t *p, job_t job, void *arguments, int64_t n_items) {
     if (!p || p->n_started == 0 || n_items < 2) {
         for (int64_t item = 0; item < n_items; item++) job(arguments, item, 0);
+        release_unit();
         return;
     }
     p->job = job, p->arguments = arguments, p->n_items = n_items;
@@ -98,6 +102,7 @@ void pool_run(pool_t *p, job_t job, void *arguments, int64_t n_items) {
     announce(p);
     take_items(p, 0);
     atomic_store(&p->open, 0);
+    release_unit();
     for (int i = 0; atomic_load(&p->inside); i++) i % PAUSES == PAUSES - 1 ? (void)sched_yield() : relax();
 }
 

@@ -1,4 +1,4 @@
-#include "tile.h"
+#include "amx.h"
 
 /* n_rows <= TILE_ROWS rows of one or two panels. */
 INLINE void tile(const int is_pairs, const int n_rows, const int n_sides, const tiles_t *t, const int64_t step,
@@ -80,6 +80,12 @@ static void run_heights(tile_t any_height, tiles_t t) {
 }
 
 void run_tiles(tiles_t t) {
+#if HAS_AMX
+    if (t.is_pairs) {
+        run_unit_tiles(&t);
+        return;
+    }
+#endif
     int form = 2 * (t.step != 1) + t.accumulate;
     for (int64_t n; t.n_panels > 0; t.n_panels -= n, t.b += n * t.b_panel, t.c += n * t.c_panel) {
         n = t.is_pairs && t.n_panels > 1 ? 2 : 1;
