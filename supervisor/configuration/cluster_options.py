@@ -110,7 +110,7 @@ class WorkerSizes:
     )
     kv_dtype: str | None = option("KV cache: auto, float32 or bfloat16; default: the weights'.")
     compute_dtype: str | None = option(
-        "Activations in products: auto or float32; default: bf16 where the CPU has it."
+        "Activations in products: auto, avx512_bf16 or float32; default: bf16 where the CPU has it."
     )
     threads: int | None = option("CPU threads; default: half of the cores.", least=1)
     max_batch: int | None = option("Sequences in one step; default: 64.", least=1)

@@ -26,7 +26,7 @@ from slipstream.errors import FailedPrecondition, InvalidArgument
 _PACKED, _OFF = "packed", "off"
 _BY_OMP = "as OMP_NUM_THREADS says"
 WeightDtype = Literal["auto", "float32", "bfloat16"]
-ComputeDtype = Literal["auto", "float32"]
+ComputeDtype = Literal["auto", "avx512_bf16", "float32"]
 DecodeStepsName = Literal["ahead", "graphs", "plain"]
 _DTYPES = ("auto", "float32", "bfloat16")
 
@@ -98,9 +98,9 @@ class EngineSettings(WorkerSettings):
         "dtype of the KV cache, the same in the cluster; auto = the weights'", default="auto", choices=_DTYPES
     )
     compute_dtype: str = setting(
-        "of products; auto = bf16 where the processor has a unit for it",
+        "of products; auto = bf16 where the processor has a unit for it; avx512_bf16 = without AMX",
         default="auto",
-        choices=("auto", "float32"),
+        choices=("auto", "avx512_bf16", "float32"),
     )
     kv_registration: str = setting(
         "what peers read: staged = copies; direct = live pages, for RDMA and devices (docs/security.md)",
