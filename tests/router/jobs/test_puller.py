@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from libs.common import service_bounds
 from libs.database.database import open_database
 from services.router.jobs.decisions import LONGEST_HOLD_S, Headroom
 from services.router.jobs.types import LONGEST_WAIT_S, JobOutcome, JobState
@@ -221,6 +222,22 @@ async def test_a_database_that_is_unavailable_is_a_figure(tmp_path: Path) -> Non
     finally:
         await puller.close()
         await database.close()
+
+
+async def test_an_end_waits_for_no_database_that_is_silent(
+    rig: PullerRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def wait(owner: str) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(service_bounds, "DATABASE_END_S", 0.05)
+    await rig.tables.submit("a")
+    puller = rig.start("r1")
+    await rig.until_begun(1)  # so that the router has something to give back
+    monkeypatch.setattr(rig.tables.leases, "resign", wait)
+    async with asyncio.timeout(30):
+        await puller.close()
+    assert "jobs are not given back: the database does not answer" in caplog.text
 
 
 @pytest.mark.parametrize("call", ["claim", "raise_heartbeat"])
