@@ -215,6 +215,26 @@ def test_prompts_share_the_node_of_their_common_blocks() -> None:
     check(cache)
 
 
+def test_a_prompt_may_diverge_within_a_node_below_another_one() -> None:
+    cache = cache_of()
+    stem, branch = tokens_of(0, 3), tokens_of(1, 4)
+    last = stem + branch[: 2 * BLOCK] + tokens_of(3, 3)
+    for tokens in (stem + branch, stem + tokens_of(2, 4), last):
+        insert(cache, tokens)
+    assert cache.n_bytes == cost(3, 2, 2, 3, 4)
+    check(cache)
+    found = cache.find(SALTS[0], hashes_of(last)[-1], blocks=8)
+    assert found is not None and np.frombuffer(b"".join(found.ids), "<u4").tolist() == last
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3, 4, 5, 6, 7, 2**32 - 1])
+def test_a_hash_with_another_number_of_blocks_is_a_miss(blocks: int) -> None:
+    cache = cache_of()
+    hashes = insert(cache, tokens_of(1, 5))
+    assert cache.find(SALTS[0], hashes[1], blocks=blocks) is None
+    assert (cache.hits, cache.misses) == (0, 1)
+
+
 @pytest.mark.parametrize("touch", ["find", "insert"])
 def test_the_end_of_the_least_recently_used_prompt_goes_first(touch: str) -> None:
     cache = cache_of(max_bytes=1 << 20, max_tenant_bytes=cost(8, 8, 8))
