@@ -82,11 +82,9 @@ class ArcPolicy(EvictionPolicy):
         if recent and (is_long or not frequent):
             record = recent.popitem(last=False)[0]
             self._recent_ghosts[record] = None
-        elif frequent:
+        else:
             record = frequent.popitem(last=False)[0]
             self._frequent_ghosts[record] = None
-        else:
-            return
         self._leave(record)
 
     def _trim_ghosts(self) -> None:

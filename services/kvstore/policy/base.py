@@ -32,7 +32,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def evict(self) -> None:
-        """Evict the record that leaves next, if any is held."""
+        """Evict the record that leaves next. At least one is held."""
 
     @abstractmethod
     def __len__(self) -> int: ...

@@ -63,8 +63,6 @@ class HitDensityPolicy(EvictionPolicy):
         return hits
 
     def evict(self) -> None:
-        if not self._held:
-            return
         self._reset_heads()
         least = self._least()
         self._drop(least[1] if least is not None else self._any_end())

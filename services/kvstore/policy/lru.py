@@ -37,5 +37,4 @@ class LruPolicy(EvictionPolicy):
         return hits
 
     def evict(self) -> None:
-        if self._queue:
-            self._leave(self._queue.popitem(last=False)[0])
+        self._leave(self._queue.popitem(last=False)[0])

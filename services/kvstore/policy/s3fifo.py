@@ -57,7 +57,7 @@ class S3FifoPolicy(EvictionPolicy):
 
     def evict(self) -> None:
         small, main = self._small, self._main
-        while small or main:
+        while True:
             if not main or len(small) >= max(1, self.capacity_blocks // SMALL_PART):
                 record, uses = small.popitem(last=False)
                 if uses > 1:
