@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -111,6 +114,33 @@ def test_the_awake_clock_follows_a_running_loop() -> None:
         now_s += 0.1
         clock.tick()
     assert clock.now_s() == pytest.approx(10.0)
+
+
+def test_the_awake_clock_stands_still_while_the_clock_below_it_goes_back() -> None:
+    now_s = 5.0
+    clock = AwakeClock(lambda: now_s)
+    now_s = 3.0
+    assert clock.now_s() == 0.0
+    clock.tick()
+    now_s += 0.25
+    assert clock.now_s() == 0.25
+
+
+async def test_the_awake_clock_ticks_by_itself_until_it_is_cancelled() -> None:
+    now_s, until_s = 5.0, time.monotonic() + 30.0
+    clock = AwakeClock(lambda: now_s)
+    running = asyncio.create_task(clock.run())
+    for n_ticks in range(1, 4):
+        now_s += LONGEST_ITERATION_S
+        while True:  # without a tick it never exceeds LONGEST_ITERATION_S
+            await asyncio.sleep(0.01)
+            assert time.monotonic() < until_s
+            now_s += 0.001
+            if clock.now_s() > n_ticks * LONGEST_ITERATION_S:
+                break
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
 
 
 @given(st.lists(st.sampled_from(["take a", "take b", "give a", "give b"])))
