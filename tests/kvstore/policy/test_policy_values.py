@@ -9,6 +9,7 @@ import pytest
 
 from services.kvstore.policy import reuse
 from services.kvstore.policy.adaptive import HIT_DENSITY, POLICY_NAMES, AdaptivePolicy
+from services.kvstore.policy.arc import ArcPolicy
 from services.kvstore.policy.history import CHAIN_END, FIRST_WANT, N_KINDS, History, ReuseAge
 from services.kvstore.policy.reuse import N_BINS, ReuseModel, bin_of, bins_of
 
@@ -59,6 +60,34 @@ def test_what_is_known_of_a_block_is_that_of_its_record() -> None:
         policy.discard(key(number))
         policy.spared(key(number))
     assert not policy.knows(key(3))
+    policy.check()
+
+
+def test_blocks_that_no_request_wanted_are_served_as_new_ones() -> None:
+    policy = AdaptivePolicy(2)
+    assert policy.offer(keys(1, 2, 1)) == keys(1, 2, 1)
+    assert [policy.kind(key(number)) for number in (1, 2)] == [FIRST_WANT] * 2
+    policy.publish(key(3))
+    policy.evicted(key(3))  # before the first want
+    assert policy.location(key(3)) == (None, 0, FIRST_WANT)
+    policy.want(keys(3), now_ms=5.0)
+    assert (policy.rewanted_blocks, policy.rewanted_gap_ms) == (1, 5.0)
+    policy.check()
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 3])
+def test_arc_aims_at_no_more_recent_blocks_than_it_has_room_for(capacity: int) -> None:
+    policy = AdaptivePolicy(8)
+    policy.fix_policy(ARC)
+    arc = policy.live
+    assert isinstance(arc, ArcPolicy)
+    for chain in ([*range(8)], [*range(4)], [*range(10, 18)], [*range(4, 8)], [*range(10, 14)]):
+        policy.want(keys(*chain))
+    assert arc._target_blocks > 3
+    policy.resize(capacity)
+    assert arc._target_blocks == capacity >= len(arc)
+    assert len(arc._recent) + len(arc._recent_ghosts) <= capacity
+    assert len(arc) + len(arc._recent_ghosts) + len(arc._frequent_ghosts) <= 2 * capacity
     policy.check()
 
 

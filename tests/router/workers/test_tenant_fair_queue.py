@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from services.router.workers.delivery import token_batcher
 from services.router.workers.delivery.tenant_fair_queue import TenantFairQueue
-from services.router.workers.delivery.token_batcher import SLICE_S, TokenBatcher
+from services.router.workers.delivery.token_batcher import MAX_PAUSE_S, SLICE_S, TokenBatcher
 
 _COSTS = st.lists(st.integers(1, 100), min_size=30, max_size=30)
 
@@ -175,3 +175,52 @@ async def test_reading_goes_on_beside_deliveries_that_stay_late(monkeypatch: pyt
         await asyncio.sleep(0)
     await batcher.caught_up()
     assert len(seen) < 100
+
+
+async def test_tenants_share_deliveries_by_time() -> None:
+    clock, seen = _Clock(), list[str]()
+    clock.now_s = 500.0
+    batcher = TokenBatcher(clock=clock)
+    for tenant, took_s, n_items in (("slow", 1e-3, 20), ("quick", 1e-4, 200)):
+        for _ in range(n_items):
+            batcher.mark(_Delivery(clock, tenant, took_s, seen.append))
+    while len(seen) < 220:
+        await asyncio.sleep(0)
+    half = seen[: seen.index("slow") + 110]
+    assert 8 <= half.count("slow") <= 12
+
+
+async def test_the_next_iteration_has_a_slice_of_its_own_but_no_work_overtakes_what_waits() -> None:
+    clock, order = _Clock(), list[str]()
+    batcher = TokenBatcher(clock=clock)
+
+    def work(name: str) -> None:
+        clock.now_s += SLICE_S
+        order.append(name)
+
+    await batcher.run("a", lambda: work("first"))
+    await asyncio.sleep(0)
+    at_once = asyncio.create_task(batcher.run("a", lambda: work("second")))
+    waiting = [asyncio.create_task(batcher.run("a", lambda name=name: work(name))) for name in "xyz"]  # type: ignore[misc]
+    await asyncio.sleep(0)
+    assert at_once.done() and order == ["first", "second"]
+    while len(order) < 4:
+        await asyncio.sleep(0)
+    await asyncio.gather(batcher.run("a", lambda: work("last")), *waiting)
+    assert order == ["first", "second", "x", "y", "z", "last"]
+
+
+async def test_only_rounds_that_stay_long_make_a_pause() -> None:
+    clock, seen = _Clock(), list[str]()
+    batcher = TokenBatcher(clock=clock)
+
+    async def round_of(took_s: float) -> float:
+        clock.now_s += 1.0  # beyond every pause
+        n_seen = len(seen)
+        batcher.mark(_Delivery(clock, "a", took_s, seen.append))
+        while len(seen) == n_seen or batcher._running:
+            await asyncio.sleep(0)
+        return batcher.pause_s
+
+    pauses_s = [await round_of(took_s) for took_s in (0.01, 0.005, 0.01, 1.0, 1.0, 0.0, 0.01)]
+    assert pauses_s == pytest.approx([0.0, 0.02, 0.02, 0.04, MAX_PAUSE_S, 0.0, 0.0])
