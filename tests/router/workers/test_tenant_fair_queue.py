@@ -224,3 +224,20 @@ async def test_only_rounds_that_stay_long_make_a_pause() -> None:
 
     pauses_s = [await round_of(took_s) for took_s in (0.01, 0.005, 0.01, 1.0, 1.0, 0.0, 0.01)]
     assert pauses_s == pytest.approx([0.0, 0.02, 0.02, 0.04, MAX_PAUSE_S, 0.0, 0.0])
+
+
+async def test_work_of_a_task_that_a_slice_woke_waits_for_what_came_before_it() -> None:
+    clock, order, woken = _Clock(), list[str](), asyncio.Event()
+    batcher = TokenBatcher(clock=clock)
+
+    def note(tenant: str) -> None:
+        order.append(tenant)
+        if len(order) == 2:
+            woken.set()
+
+    for took_s in (SLICE_S / 4, SLICE_S, SLICE_S, SLICE_S):
+        batcher.mark(_Delivery(clock, "a", took_s, note))
+    await woken.wait()
+    assert order == ["a", "a"]
+    await batcher.run("a", lambda: order.append("work"))
+    assert order == ["a"] * 4 + ["work"]
