@@ -71,7 +71,7 @@ class HitDensityPolicy(EvictionPolicy):
         super().check()
         children: dict[BlockRecord, int] = {}
         for record, queue in self._held.items():
-            assert record in queue
+            assert record in queue and queue is self._queues[record.kind]
             if record.parent is not None:
                 children[record.parent] = children.get(record.parent, 0) + 1
         assert children == self._children
