@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from services.kvstore.policy import reuse
+from services.kvstore.policy import history, reuse
 from services.kvstore.policy.adaptive import HIT_DENSITY, POLICY_NAMES, AdaptivePolicy
 from services.kvstore.policy.arc import ArcPolicy
 from services.kvstore.policy.history import CHAIN_END, FIRST_WANT, N_KINDS, History, ReuseAge
@@ -72,6 +72,16 @@ def test_blocks_that_no_request_wanted_are_served_as_new_ones() -> None:
     assert policy.location(key(3)) == (None, 0, FIRST_WANT)
     policy.want(keys(3), now_ms=5.0)
     assert (policy.rewanted_blocks, policy.rewanted_gap_ms) == (1, 5.0)
+    policy.check()
+
+
+def test_blocks_that_are_only_stored_and_evicted_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "MIN_GHOST_BLOCKS", 10)
+    policy = AdaptivePolicy(2)
+    for number in range(100):
+        policy.publish(key(number))
+        policy.evicted(key(number))
+        assert len(policy.history) <= policy.history.max_blocks + 2 == 14
     policy.check()
 
 
