@@ -11,6 +11,7 @@ from services.kvstore.policy import history, reuse
 from services.kvstore.policy.adaptive import HIT_DENSITY, POLICY_NAMES, AdaptivePolicy
 from services.kvstore.policy.arc import ArcPolicy
 from services.kvstore.policy.history import CHAIN_END, FIRST_WANT, N_KINDS, History, ReuseAge
+from services.kvstore.policy.lru import LruPolicy
 from services.kvstore.policy.reuse import N_BINS, ReuseModel, bin_of, bins_of
 
 LRU, ARC, S3_FIFO = range(HIT_DENSITY)
@@ -126,6 +127,35 @@ def test_blocks_are_worth_what_the_policy_that_is_followed_knows(number: int) ->
     assert policy.values(kinds, ages) == pytest.approx(expected)
     other = [-10.0] if number == LRU else [-10 / 40]  # the longest, for a kind of which nothing has left
     assert policy.values(np.array([FIRST_WANT + 1]), np.array([10])) == pytest.approx(other)
+
+
+def test_wants_that_come_again_count_as_hits_and_forgotten_blocks_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(history, "MIN_GHOST_BLOCKS", 10)
+    policy = AdaptivePolicy(2)
+    for number in (1, 2, 1, 2, *range(10, 60)):
+        policy.want(keys(number))
+    assert sum(map(sum, policy.model._hits)) == pytest.approx(2, rel=1e-2)
+    assert sum(map(sum, policy.model._ended)) > 30
+
+
+@pytest.mark.parametrize("simulated_blocks", [2, 100])
+def test_a_policy_that_is_fixed_decides_at_once_what_leaves(simulated_blocks: int) -> None:
+    policy = AdaptivePolicy(8, simulated_blocks=simulated_blocks)
+    for number in range(8):
+        policy.want(keys(number))
+        policy.publish(key(number))
+    policy.fix_policy(LRU)
+    assert isinstance(policy.live, LruPolicy)
+    if simulated_blocks == 2:  # the cache that is followed begins empty
+        assert not len(policy.live) and policy.choose_victim() == key(0)
+        policy.check()
+        return
+    policy.want(keys(0, 1))
+    named = [policy.choose_victim() for _ in range(8)]
+    assert named == keys(2, 3, 4, 5, 6, 7, 1, 0)
+    policy.check()
 
 
 # ---- ReuseModel
