@@ -58,7 +58,7 @@ def has_bf16_unit() -> bool:
 def can_use_amx() -> bool:
     """Whether this machine multiplies tiles of bf16 values (AMX_BF16), and this process may.
 
-    From this call on, the process and those that it starts have the right to.
+    From this call on, the process and its forks have the right to. A process that they exec asks again.
     """
     return has_bf16_unit() and bool(_open(f"_kernels_x86_64_v{_LOWEST_LEVEL}.so").ss_processor_use_amx())
 

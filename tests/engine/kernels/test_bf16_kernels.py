@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -171,6 +172,24 @@ def test_groups_of_any_size_are_scaled(kernels_of: KernelsOf, group: int) -> Non
     found, alone = (k.linear(rows, k.pack(weight)) for rows in (x, x[:3]))
     torch.testing.assert_close(found, narrowed_product(x, weight), rtol=1e-4, atol=1e-4)
     assert torch.equal(found[:3], alone)
+
+
+@pytest.mark.parametrize(("gate", "up"), list(itertools.permutations([0, 16, 32], 2)))
+@pytest.mark.parametrize("n", [3, 21])
+def test_gate_and_up_may_have_groups_of_other_sizes(
+    kernels_of: KernelsOf, n: int, gate: int, up: int
+) -> None:
+    """A tile may divide the groups of one of the two alone. 0 stands for bf16."""
+    hidden, inner = 192, 40
+
+    def weight(group: int, rows: int, cols: int) -> Matrix:
+        dense = matrix(rows, cols, "bfloat16")
+        return pack_int4(dense.dequantised(), group, torch.bfloat16) if group else dense
+
+    mlp = weight(gate, inner, hidden), weight(up, inner, hidden), weight(0, hidden, inner)
+    x = normal(n, hidden, seed=1)
+    answers = [k.mlp(x, k.pack_mlp(mlp), torch.zeros(n, hidden)) for k in (kernels_of(1), TorchKernels())]
+    assert relative_error(*answers) < 1e-2
 
 
 def test_other_users_of_the_unit_work_between_products(kernels_of: KernelsOf) -> None:

@@ -180,12 +180,12 @@ void unit_product(const float *const *rows, int64_t n_rows, const panel_t *first
 void panel_product(int is_pairs, const float *const *rows, int64_t n_rows, const panel_t *a, const panel_t *b) {
     const panel_t *side[] = {a, b};
 #if HAS_AMX
-    if (by_unit(is_pairs, a->w)) {
+    if (by_unit(is_pairs, a->w) && (!b || by_unit(is_pairs, b->w))) {
         for (int i = 0; i < 2 && side[i]; i++) unit_product(rows, n_rows, side[i], 1, 0);
         return;
     }
 #endif
-    if (b && n_rows <= rows_of_two(is_pairs, a->w) && a->w->kind == b->w->kind) {
+    if (b && n_rows <= rows_of_two(is_pairs, a->w) && a->w->kind == b->w->kind && a->w->group == b->w->group) {
         stream_blocks(stream_two[is_pairs], rows, n_rows, side);
         return;
     }
