@@ -6,7 +6,12 @@ import os
 import re
 import subprocess
 import sys
+from multiprocessing import Pipe
 from pathlib import Path
+
+import pytest
+
+from tests.support.forked_tests.messages import receive
 
 ROOT = Path(__file__).parents[1]
 CONFTEST = """
@@ -69,6 +74,29 @@ def test_fails():
 @pytest.mark.skip(reason="no such device")
 def test_is_skipped():
     pass
+"""
+WAITS = """
+import time
+from conftest import note
+
+def test_waits():
+    note("began")
+    time.sleep(60)
+"""
+FAILS_BESIDE = """
+import time
+from pathlib import Path
+
+def test_fails():
+    notes, deadline = Path(__file__).with_name("notes"), time.monotonic() + 60
+    while "began" not in notes.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert False
+"""
+READS_LATE = """
+def pytest_runtest_logreport():
+    if os.getpid() == COLLECTED_BY:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
 """
 DIES = """
 import os, signal
@@ -140,6 +168,25 @@ def test_the_first_failure_may_end_all(tmp_path: Path) -> None:
     printed = run(tmp_path, "-x", a=FAILS, **dict.fromkeys("bcd", PLAIN))
     assert "stopping after 1 failures" in printed
     assert "1 failed" in printed
+
+
+def test_the_first_failure_ends_the_tests_of_other_processes_in_order(tmp_path: Path) -> None:
+    run(tmp_path, "-x", a=WAITS, b=FAILS_BESIDE)
+    assert ["began", "file test_a.py", "session", "exit"] in noted(tmp_path)
+
+
+def test_a_process_that_ends_for_a_failure_is_not_lost(tmp_path: Path) -> None:
+    printed = run(tmp_path, "-x", more=READS_LATE, a="def test_passes(): pass\n" + FAILS)
+    assert "1 failed, 1 passed in " in printed
+
+
+def test_a_message_that_is_cut_is_the_end_of_its_process() -> None:
+    ours, theirs = Pipe(duplex=False)
+    with ours:
+        with theirs:
+            os.write(theirs.fileno(), (100).to_bytes(4, "big") + b"{")
+        with pytest.raises(EOFError):
+            receive(ours)
 
 
 def test_an_error_of_the_collection_ends_before_any_fork(tmp_path: Path) -> None:

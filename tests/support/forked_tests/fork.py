@@ -66,6 +66,8 @@ def run_fork(
         _separate(session.config, number, connection)
         _run(session, files, connection)
         code = 0
+    except KeyboardInterrupt:
+        pass  # the parent prints why
     except BaseException:
         traceback.print_exc()
     finally:

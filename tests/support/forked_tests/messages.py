@@ -48,8 +48,12 @@ def send(connection: Connection, message: Message) -> None:
 
 
 def receive(connection: Connection) -> Message:
-    """Wait for one message. Raises EOFError when the fork is gone."""
-    return _decoder.decode(connection.recv_bytes())
+    """Wait for one message. Raises EOFError when the fork is gone, also amid a message."""
+    try:
+        data = connection.recv_bytes()
+    except OSError:
+        raise EOFError from None
+    return _decoder.decode(data)
 
 
 def replay(message: ReportMessage | WarningMessage, config: pytest.Config) -> None:

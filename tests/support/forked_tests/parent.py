@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -52,6 +53,10 @@ class TestFork:
         """Whether the fork has not ended."""
         return not wait([self._pidfd], 0)
 
+    def interrupt(self) -> None:
+        """Have the fork tear its test down and end."""
+        signal.pidfd_send_signal(self._pidfd, signal.SIGINT)
+
     def end(self, *, timeout_s: float) -> int:
         """Wait for the end, kill the fork at the deadline, and return its exit code."""
         if not wait([self._pidfd], timeout_s):
@@ -93,8 +98,16 @@ class ForkedRun:
                 if self._session.shouldstop:
                     raise self._session.Interrupted(self._session.shouldstop)
         finally:
-            for fork in self._forks:
-                fork.end(timeout_s=_END_S if sys.exc_info()[0] is KeyboardInterrupt else 0)
+            self._end(was_interrupted=sys.exc_info()[0] is KeyboardInterrupt)
+
+    def _end(self, *, was_interrupted: bool) -> None:
+        """Let the forks that run end what their tests started. A terminal interrupts them with the parent."""
+        deadline_s = time.monotonic() + _END_S
+        for fork in self._forks:
+            if not was_interrupted:
+                fork.interrupt()
+        for fork in self._forks:
+            fork.end(timeout_s=max(0.0, deadline_s - time.monotonic()))
 
     def _fork(self, first: Sequence[int]) -> None:
         """Start a fork, which runs these items before it takes files."""
@@ -130,6 +143,8 @@ class ForkedRun:
     def _after(self, fork: TestFork) -> None:
         """Report the item at which a fork was lost, and have another one run the rest of its file."""
         code = fork.end(timeout_s=0)
+        if code == 0 and (self._session.shouldfail or self._session.shouldstop):
+            return  # it ended for the same reports
         if fork.item is None:
             if code != 0:
                 raise RuntimeError(f"a process of tests ended between two tests: {code}")
