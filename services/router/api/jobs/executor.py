@@ -114,18 +114,20 @@ class AnswerExecutor:
             self._ids.discard(job.id)
 
     async def _is_refused(self, answer_format: AnswerFormat, job: ClaimedJob) -> bool:
-        """Whether this router refuses the body itself, which another one checked when it was submitted."""
+        """Whether this router refuses the body itself, which another one checked when it was submitted.
+
+        True where it cannot say now: the next attempt may.
+        """
         caller = self._caller(job)
         try:
             answer_format = await answer_format.for_body(caller, job.body)
-            read = partial(_read_values, answer_format, job.body, self._manager.context.card)
-            n_bytes = len(job.body) + answer_format.n_further_bytes
-        except errors.SlipstreamError:  # as of an earlier response that is gone
-            return False
+        except errors.SlipstreamError as error:  # InvalidArgument: as of an earlier response that is gone
+            return not isinstance(error, errors.InvalidArgument | errors.NotFound)
+        read = partial(_read_values, answer_format, job.body, self._manager.context.card)
         try:
-            await self._manager.read(caller, read, n_bytes=n_bytes)
-        except errors.SlipstreamError as error:
-            return isinstance(error, errors.InvalidArgument | errors.NotFound)
+            await self._manager.read(caller, read, n_bytes=len(job.body) + answer_format.n_further_bytes)
+        except errors.SlipstreamError:
+            return True
         return False
 
     def limit(self, n: int) -> None:

@@ -13,7 +13,7 @@ from services.router.jobs.decisions import MAX_FAILURES, after_attempt
 from services.router.jobs.types import ClaimedJob, JobState
 from services.router.request.model_card import ModelCard
 from services.router.server import RouterServer
-from slipstream.errors import DeadlineExceeded
+from slipstream.errors import DeadlineExceeded, InvalidArgument, Overloaded
 from tests.router.conftest import HELLO
 
 
@@ -92,6 +92,23 @@ async def test_a_body_of_a_newer_release_waits_for_another_router(
     then = after_attempt(outcome, failures=0, jitter=0.0)
     assert (then.state, then.delay_s, then.is_failure) == (JobState.QUEUED, 60.0, True)
     assert after_attempt(outcome, failures=MAX_FAILURES - 1, jitter=0.0).state is JobState.FAILED
+
+
+async def test_a_refusal_that_a_busy_router_cannot_explain_is_not_final(
+    router: RouterServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor: AnswerExecutor = router.jobs._executor
+    refusals = iter([InvalidArgument("temperature", "is newer"), Overloaded("too many messages wait")])
+
+    async def read(*_: Any, **__: Any) -> Any:
+        raise next(refusals)
+
+    monkeypatch.setattr(router.manager, "read", read)
+    data = json.dumps({"messages": HELLO}).encode()
+    job = ClaimedJob("job-1", "alice", "/v1/chat/completions", data, 1, 0, 1.0, 1e12, was_checked=True)
+    outcome = await executor.run(job)
+    assert (outcome.status, outcome.is_final) == (400, False)
+    assert next(refusals, None) is None
 
 
 async def test_what_only_its_run_refuses_fails_a_job_at_once(router: RouterServer, card: ModelCard) -> None:
