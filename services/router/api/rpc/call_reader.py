@@ -40,11 +40,12 @@ class CallReader:
 
         `request_id` is the metadata's; the message's own comes first.
         """
-        # On the event loop a long prompt takes 0.1 ms, and by a thread 0.4 ms of CPU.
-        is_short = len(data) > INLINE_BYTES and is_mostly_prose(data, _GENERATE)
+        # On the event loop a long prompt takes 0.1 ms, or 0.5 ms of other letters than ASCII's. A thread adds
+        # 0.3 ms of CPU.
+        is_quick = len(data) > INLINE_BYTES and is_mostly_prose(data, _GENERATE)
         try:
             parse = partial(parse_call, data, request_id)
-            return await self._read(caller, parse, n_bytes=0 if is_short else len(data))
+            return await self._read(caller, parse, n_bytes=0 if is_quick else len(data))
         except errors.InvalidArgument:
             self._manager.context.counters.add("slipstream_requests_refused_total")
             raise
