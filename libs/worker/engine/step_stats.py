@@ -23,7 +23,7 @@ class StepStats:
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._progress: dict[str, _SequenceProgress] = {}
-        # Of recent steps with prompt tokens: those of a step, and its time.
+        # Of recent prompt tokens: the prompt tokens of their step, and its time.
         self._step_prefill_tokens = self._step_prefill_ms = 0.0
         self.decode_step_ms = 0.0
         # Of all steps so far.
@@ -35,7 +35,8 @@ class StepStats:
     def prefill_tokens_per_s(self) -> float:
         """The prompt tokens of recent steps by their time; 0 if no prompt was computed yet.
 
-        A step of a short prompt counts by its time: its rate says little about a long one.
+        A step counts by its tokens: the rate of a short prompt, or of the end of a cached one, says little
+        about a long one, which admission refuses where it seems late.
         """
         return self._step_prefill_tokens / self._step_prefill_ms * 1e3 if self._step_prefill_ms else 0.0
 
@@ -78,8 +79,7 @@ class StepStats:
         self.prefilled_tokens += prefilled
         if prefilled:
             self._counters.add("slipstream_prefill_tokens_total", prefilled)
-            self._step_prefill_tokens = _mean(self._step_prefill_tokens, prefilled)
-            self._step_prefill_ms = _mean(self._step_prefill_ms, max(step_ms, 1e-3))
+            self._add_prefill_rate(prefilled, max(step_ms, 1e-3))
         if shared:
             self._counters.add("slipstream_prefill_tokens_shared_total", shared)
         if decoded:
@@ -90,6 +90,11 @@ class StepStats:
         if proposed:
             self._counters.add("slipstream_draft_tokens_proposed_total", proposed)
             self._counters.add("slipstream_draft_tokens_accepted_total", accepted)
+
+    def _add_prefill_rate(self, n_tokens: int, step_ms: float) -> None:
+        weight = min(_WEIGHT * n_tokens / (self._step_prefill_tokens or n_tokens), 1.0)
+        self._step_prefill_tokens = _mean(self._step_prefill_tokens, n_tokens, weight)
+        self._step_prefill_ms = _mean(self._step_prefill_ms, step_ms, weight)
 
     def _count_drafts(self, output: StepOutput) -> None:
         """Count a sequence's drafts by position and by the length of its context."""
@@ -110,5 +115,5 @@ def context_label(context_tokens: int) -> str:
     return "more"
 
 
-def _mean(before: float, sample: float) -> float:
-    return sample if before == 0.0 else before + _WEIGHT * (sample - before)
+def _mean(before: float, sample: float, weight: float = _WEIGHT) -> float:
+    return sample if before == 0.0 else before + weight * (sample - before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from libs.common.telemetry.counters import Counters
@@ -36,13 +38,28 @@ def test_prefill_and_decode_are_counted_separately() -> None:
     assert counters.snapshot()["slipstream_decode_step_seconds_count"] == 2
 
 
-def test_short_prompts_hardly_lower_the_rate_of_prefill() -> None:
+_LONG, _SHORT = (1000, 100.0), (10, 5.0)  # prompts of 10,000 and of 2,000 tokens a second
+
+
+def prefill_rate(prompts: Iterable[tuple[int, float]]) -> float:
+    """After steps of so many prompt tokens and milliseconds each."""
     stats = StepStats(Counters())
-    for number in range(100):
-        n_tokens, step_ms = (10, 5.0) if number % 2 else (1000, 100.0)
+    for number, (n_tokens, step_ms) in enumerate(prompts):
         stats.open(f"p{number}", computed_tokens=0, prefilling=True)
         stats.record([StepOutput(f"p{number}", (1,), n_tokens)], step_ms)
-    assert 9_000 < stats.prefill_tokens_per_s < 10_000  # the mean of their rates is 6,000
+    return stats.prefill_tokens_per_s
+
+
+def test_short_prompts_hardly_lower_the_rate_of_prefill() -> None:
+    assert 9_000 < prefill_rate([_LONG, _SHORT] * 50) < 10_000  # the mean of their rates is 6,000
+    assert 9_000 < prefill_rate([_LONG] + [_SHORT] * 100) < 10_000
+
+
+def test_the_rate_of_prefill_follows_long_prompts_at_once_and_short_ones_slowly() -> None:
+    assert prefill_rate([_SHORT] * 100) == pytest.approx(2_000)
+    assert prefill_rate([_SHORT] * 100 + [_LONG]) == pytest.approx(10_000)
+    assert prefill_rate([_LONG] + [_SHORT] * 20_000) < 3_000
+    assert prefill_rate([_LONG] + [(1000, 200.0)] * 30) < 6_000
 
 
 def test_the_wait_for_drafts_counts_for_steps_that_decode() -> None:
