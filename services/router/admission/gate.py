@@ -28,7 +28,10 @@ from slipstream import errors
 TICK_S = 0.05
 # A worker gets this many sequences for each place of its batch, so that the batch stays full.
 BATCH_MARGIN = 1.25
+# The weight of a finished prompt in the estimate of others. A short one counts for less: most of its tokens
+# are the template's, and it says little about a long one. A longer one counts for twice as much at most.
 _WEIGHT = 0.05
+_TYPICAL_PROMPT_TOKENS = 100.0  # until prompts have ended
 
 
 class AdmissionTicket:
@@ -122,6 +125,7 @@ class AdmissionGate:
         self._timer: asyncio.TimerHandle | None = None
         self._chars_per_token = 4.0
         self._uncached_share = 1.0
+        self._prompt_tokens = _TYPICAL_PROMPT_TOKENS  # of the prompt of a token, on average
 
     def now_ms(self) -> float:
         """The event loop's clock."""
@@ -135,8 +139,10 @@ class AdmissionGate:
     def observe_prompt(self, chars: int, *, prompt_tokens: int, cached_tokens: int) -> None:
         """Correct the estimate by a finished request."""
         if chars and prompt_tokens:
-            self._chars_per_token += _WEIGHT * (chars / prompt_tokens - self._chars_per_token)
-            self._uncached_share += _WEIGHT * (1 - cached_tokens / prompt_tokens - self._uncached_share)
+            weight = _WEIGHT * min(prompt_tokens / self._prompt_tokens, 2.0)
+            self._prompt_tokens += weight * (prompt_tokens - self._prompt_tokens)
+            self._chars_per_token += weight * (chars / prompt_tokens - self._chars_per_token)
+            self._uncached_share += weight * (1 - cached_tokens / prompt_tokens - self._uncached_share)
 
     def refuse_early(self, ask: AdmissionRequest) -> None:
         """Raises what `offer` would. Called while `crowded`, before the request is parsed, to
