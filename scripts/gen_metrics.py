@@ -34,7 +34,7 @@ _ALIASES = """## Names of vLLM
 
 The same values under the names that vLLM's dashboards and the inference gateway's endpoint pickers read, with
 the label `model_name`. A router has all but those of drafts (`spec_decode`), which decode workers have.
-Prefill and decode workers have those of requests and pages too. Do not add a router's and its workers'.
+Prefill and decode workers have those of requests and pages too. Do not add a router's values to its workers'.
 
 """
 
