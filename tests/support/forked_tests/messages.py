@@ -43,7 +43,7 @@ _decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
 def send(connection: Connection, message: Message) -> None:
-    """Send one message. Raises OSError when the parent is gone."""
+    """Send one message. It may wait for the parent, without which the kernel kills the fork."""
     connection.send_bytes(msgspec.json.encode(message))
 
 
