@@ -34,6 +34,14 @@ def split_choices(
     )
 
 
+def with_id(requests: Sequence[GenerationRequest], request_id: str) -> Sequence[GenerationRequest]:
+    """The requests of all choices under another id."""
+    return [
+        msgspec.structs.replace(request, request_id=choice_id(request_id, index))
+        for index, request in enumerate(requests)
+    ]
+
+
 def _choice(
     request: GenerationRequest, source: ChatInput | PromptInput, index: int, *, within: int
 ) -> GenerationRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,8 +15,9 @@ from services.router.api.answers.answer_format import (
 )
 from services.router.api.content_encoding import decompress
 from services.router.execution.request_manager import RequestManager
+from services.router.request.choices import with_id
 from services.router.request.token_texts import TokenTexts
-from services.router.request.types import Caller
+from services.router.request.types import Caller, GenerationRequest
 from services.router.request.validation import is_request_id
 from slipstream import bounds, errors
 from slipstream.v1 import router_pb2
@@ -26,6 +28,7 @@ class Exchange:
     """Parts that run a body's requests and write their answer. `n_bytes`: the most that is read for it."""
 
     body: ParsedBody
+    requests: Sequence[GenerationRequest]  # of the body, under the ids that they run by
     format: AnswerFormat
     caller: Caller
     n_bytes: int
@@ -54,7 +57,8 @@ async def read_exchange(
 ) -> Exchange:
     """Parse a body. Raises InvalidArgument naming the first field that does not fit, and Overloaded.
 
-    `encoding` is the body's Content-Encoding. The request's id is the body's own, if it has a valid one.
+    `encoding` is the body's Content-Encoding. The request's id is the body's own, if it has a valid one. The
+    request of a job has the job's: as a takeover it would end other jobs and live requests with the body's.
     """
     n_bytes = bounds.MAX_BODY_BYTES if encoding else len(data)
     counters = manager.context.counters
@@ -67,7 +71,8 @@ async def read_exchange(
     except errors.InvalidArgument:
         counters.add("slipstream_requests_refused_total")
         raise
-    own_id = body.requests[0].request_id
+    requests = with_id(body.requests, request_id) if caller.is_job else body.requests
+    own_id = requests[0].request_id
     options = body.options
     if options.n_ignored:
         counters.add("slipstream_ignored_fields_total", options.n_ignored)
@@ -77,4 +82,4 @@ async def read_exchange(
         with_stats=with_stats,
         text_of=partial(texts.of_prompt, tenant=caller.tenant),
     )
-    return Exchange(body, answer_format, caller.of_session(options.session), n_bytes, context)
+    return Exchange(body, requests, answer_format, caller.of_session(options.session), n_bytes, context)

@@ -20,7 +20,7 @@ async def run_to_end(manager: RequestManager, exchange: Exchange) -> Json:
     Raises what refuses or ends them: the typed errors of slipstream/errors.py. They end when the caller is
     cancelled.
     """
-    requests = exchange.body.requests
+    requests = exchange.requests
     if len(requests) > 1:
         choices = ChoiceRuns(
             manager, requests, exchange.caller, n_bytes=exchange.n_bytes, wants_stats=False, is_streamed=False

@@ -115,9 +115,9 @@ class GenerationEndpoint:
             )
             record.request_id = read.context.request_id
             exchange = _HttpExchange(request, read)
-            if len(read.body.requests) > 1:
+            if len(read.requests) > 1:
                 return await self._answer_choices(exchange)
-            run = await self._manager.begin(read.body.requests[0], read.caller, n_bytes=read.n_bytes)
+            run = await self._manager.begin(read.requests[0], read.caller, n_bytes=read.n_bytes)
         except errors.Overloaded as error:
             return await self._refuse(request, answer_format, error, arrived_s)
         record.answer = run.sink
@@ -189,7 +189,7 @@ class GenerationEndpoint:
         read = exchange.exchange
         choices = ChoiceRuns(
             self._manager,
-            read.body.requests,
+            read.requests,
             read.caller,
             n_bytes=read.n_bytes,
             wants_stats=read.context.with_stats,

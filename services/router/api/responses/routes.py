@@ -145,7 +145,7 @@ class ResponsesRoutes:
         data = await self._reader.body(request, caller.tenant)
         encoding = request.headers.get("Content-Encoding", "").lower()
         read = await read_exchange(self._manager, self.format, caller, data, request_id="", encoding=encoding)
-        n_tokens = await count_tokens(self._manager, read.body.requests[0], caller, n_bytes=read.n_bytes)
+        n_tokens = await count_tokens(self._manager, read.requests[0], caller, n_bytes=read.n_bytes)
         return n_tokens, read.options.ignored
 
     async def _show(self, request: web.Request) -> web.StreamResponse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 
 from services.router.api.jobs.executor import AnswerExecutor
+from services.router.execution.running_request import RunningRequest
 from services.router.jobs.decisions import MAX_FAILURES, after_attempt
 from services.router.jobs.types import ClaimedJob, JobState
 from services.router.request.model_card import ModelCard
+from services.router.request.types import GenerationRequest
 from services.router.server import RouterServer
 from slipstream.errors import DeadlineExceeded, InvalidArgument, Overloaded
 from tests.router.conftest import HELLO
@@ -124,3 +127,26 @@ async def test_what_only_its_run_refuses_fails_a_job_at_once(router: RouterServe
     data = json.dumps({"prompt": "hi", "temperature": 1e9}).encode()
     line = ClaimedJob("job-3", "alice", "/v1/completions", data, 1, 0, 1.0, 1e12)  # of a batch
     assert (await executor.run(line)).is_final
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_job_runs_under_its_id_and_ends_no_request_with_the_id_of_its_body(
+    router: RouterServer, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    executor: AnswerExecutor = router.jobs._executor
+    begun: list[str] = []
+    begin = router.manager.begin
+
+    async def note(request: GenerationRequest, *args: Any, **kwargs: Any) -> RunningRequest:
+        begun.append(request.request_id)
+        return await begin(request, *args, **kwargs)
+
+    monkeypatch.setattr(router.manager, "begin", note)
+    data = json.dumps({"messages": HELLO, "max_tokens": 4, "request_id": "same", "n": n}).encode()
+    jobs = [
+        ClaimedJob(f"job-{number}", "alice", "/v1/chat/completions", data, 1, 0, 1.0, 1e12)
+        for number in range(3)
+    ]
+    outcomes = await asyncio.gather(*(executor.run(job) for job in jobs))
+    assert [outcome.status for outcome in outcomes] == [200] * 3, outcomes
+    assert sorted(begun) == sorted(f"{job.id}{end}" for job in jobs for end in ("", ".1")[:n])
