@@ -13,7 +13,7 @@ from services.router.api.api_keys import ApiKeys
 from services.router.api.formats import FORMATS
 from services.router.api.jobs.executor import AnswerExecutor
 from services.router.api.jobs.service import SERVICE_NAME, JobService, job_handlers
-from services.router.api.readiness import READY, readiness_of
+from services.router.api.readiness import readiness_of
 from services.router.api.rpc.server import GrpcServer
 from services.router.execution.request_manager import RequestManager
 from services.router.jobs.decisions import Headroom, jobs_allowed
@@ -141,7 +141,7 @@ class RouterJobs:
         self._manager.jobs.beside = max(beside, overdue)
         live_running, live_waiting = gate.controller.above(Priority.JOB)
         return Headroom(
-            is_ready=readiness_of(self._manager, self._fleet) is READY,
+            is_ready=readiness_of(self._manager, self._fleet).serves,
             live_running=live_running,
             live_waiting=live_waiting,
             places=capacity.decode_sequences,

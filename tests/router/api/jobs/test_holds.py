@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from libs.database.database import Database
 from services.router.api.jobs.executor import AnswerExecutor
 from services.router.execution.policies.job_holds import LiveSample
 from services.router.jobs.types import ClaimedJob, JobOutcome
@@ -18,6 +19,7 @@ from slipstream.async_client import AsyncClient
 from slipstream.errors import NotFound
 from tests.router.conftest import HELLO, WAIT_S, eventually, open_router
 from tests.router.support.fake_cluster import FakeCluster
+from tests.router.support.fake_model import FakeModel
 
 CHAT = "/v1/chat/completions"
 
@@ -157,3 +159,15 @@ async def test_a_job_whose_deadline_passes_runs_again_only_if_it_was_held(
     async with asyncio.timeout(WAIT_S):
         outcome = await task
     assert (outcome.status, outcome.is_final) == (status, not is_held)
+
+
+async def test_jobs_run_where_decode_workers_compute_the_prompts(
+    model: FakeModel, card: ModelCard, database: Database
+) -> None:
+    async with (
+        FakeCluster(model, prefills=0) as cluster,
+        open_router(cluster, card, database=database) as router,
+        AsyncClient(router.host.endpoint) as client,
+    ):
+        job = (await client.jobs.submit([{"messages": HELLO, "max_tokens": 4}]))[0]
+        assert (await client.jobs.wait(job.id)).job.state == "succeeded"
