@@ -13,9 +13,9 @@
 #define HAS_AMX 0
 #endif
 
-#define UNIT_ROWS 16  /* of a tile */
-#define UNIT_PAIRS 16 /* of a row of a tile */
-#define UNIT_PANELS 8 /* most of a product with INT4 */
+#define UNIT_ROWS 16   /* of a tile */
+#define UNIT_PAIRS 16  /* of a row of a tile */
+#define UNIT_PANELS 16 /* most of a work item */
 
 /* run_tiles for pairs. With a step of LANES, `a` points to the lanes of one panel, in order. */
 void run_unit_tiles(const tiles_t *t);
