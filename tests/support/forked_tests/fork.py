@@ -55,14 +55,18 @@ class Reporting:
 
 
 def run_fork(
-    session: pytest.Session, number: int, files: Iterable[Sequence[int]], connection: Connection
+    session: pytest.Session,
+    number: int,
+    files: Iterable[Sequence[int]],
+    connection: Connection,
+    parent_pid: int,
 ) -> None:
     """Run the items with these indices, one file after the other, and end this process."""
     code = 1
     try:
         # What the parent has to do at its end, a fork of it has not.
         atexit._clear()
-        die_with_parent(os.getppid())
+        die_with_parent(parent_pid)
         _separate(session.config, number, connection)
         _run(session, files, connection)
         code = 0

@@ -113,10 +113,13 @@ class ForkedRun:
         """Start a fork, which runs these items before it takes files."""
         number = next(self._numbers)
         ours, theirs = Pipe(duplex=False)
+        parent_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
             files = (self._files[taken] for taken in self._queue)
-            run_fork(self._session, number, itertools.chain([first] if first else [], files), theirs)
+            run_fork(
+                self._session, number, itertools.chain([first] if first else [], files), theirs, parent_pid
+            )
         theirs.close()
         self._forks.append(TestFork(number, pid, ours))
 

@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Run the items in forks, unless pytest's own loop has to."""
     option = session.config.option
-    if option.processes < 1 or option.collectonly or session.testsfailed:
+    if option.processes < 1 or option.collectonly or option.usepdb or session.testsfailed:
         return None
     ForkedRun(session, option.processes).run()
     return True
