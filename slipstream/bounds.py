@@ -132,7 +132,9 @@ OUTPUT_NAMED = _request.add(
 OUTPUT_TEXT = _request.add(
     Size("guided_regex", 1, MAX_GRAMMAR_BYTES, "bytes", "Also grammars, and all choices together.")
 )
-OUTPUT_CHOICES = _request.add(Size("guided_choice", 1, 4096, "choices"))
+OUTPUT_CHOICES = _request.add(
+    Size("guided_choice", 1, 4096, "choices", "Long ones may be too complex before that.")
+)
 OUTPUT_SCHEMA_BYTES = _request.add(Size("response_format.json_schema.schema", 0, MAX_GRAMMAR_BYTES, "bytes"))
 OUTPUT_SCHEMA_DEPTH = _request.add(
     Rule("response_format.json_schema.schema", f"is nested deeper than {MAX_OUTPUT_DEPTH} levels")
@@ -214,7 +216,7 @@ ANSWER_ROWS = _sampling.add(
     Size("logprobs", 0, 64 << 20, "bytes of log probabilities", "Of a whole answer.", "HTTP")
 )
 STOP = _sampling.add(Size("stop", 0, 16, "stop strings"))
-STOP_STRING = _sampling.add(Size("stop[i]", 1, 256, "bytes"))
+STOP_STRING = _sampling.add(Size("stop[i]", 1, 256, "bytes", "HTTP ignores empty ones."))
 MIN_TOKENS = _sampling.add(Rule("min_tokens", "must be a whole number from 0 to max_tokens, not {value}"))
 STOP_TOKENS = _sampling.add(Size("stop_token_ids", 0, 64, "token ids"))
 STOP_TOKEN = _sampling.add(Rule("stop_token_ids[i]", "must be a token id from 0 to {last}"))
