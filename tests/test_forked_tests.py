@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from multiprocessing import Pipe
@@ -171,7 +172,11 @@ def test_the_first_failure_may_end_all(tmp_path: Path) -> None:
 
 
 def test_the_first_failure_ends_the_tests_of_other_processes_in_order(tmp_path: Path) -> None:
-    run(tmp_path, "-x", a=WAITS, b=FAILS_BESIDE)
+    default = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a shell
+    try:
+        run(tmp_path, "-x", a=WAITS, b=FAILS_BESIDE)
+    finally:
+        signal.signal(signal.SIGINT, default)
     assert ["began", "file test_a.py", "session", "exit"] in noted(tmp_path)
 
 

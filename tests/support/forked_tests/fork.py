@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -67,6 +68,7 @@ def run_fork(
         # What the parent has to do at its end, a fork of it has not.
         atexit._clear()
         die_with_parent(parent_pid)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
         _separate(session.config, number, connection)
         _run(session, files, connection)
         code = 0
