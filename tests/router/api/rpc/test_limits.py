@@ -100,6 +100,13 @@ async def begin_and_hold(client: AsyncClient, cluster: FakeCluster) -> asyncio.T
     return running
 
 
+def open_gates(cluster: FakeCluster) -> None:
+    """Let the prefills go on and answer their aborts."""
+    for prefill in cluster.prefills:
+        prefill.gate.set()
+        prefill.abort_gate.set()
+
+
 async def take_over(client: AsyncClient, *, attempt: int = 0, resume_after_tokens: int = 0) -> None:
     """Ask for r-3 again, as a client that lost its connection does."""
     request = router_pb2.GenerateRequest(
@@ -117,9 +124,7 @@ async def test_a_takeover_is_refused_when_the_router_began_to_drain_meanwhile(
     taking = asyncio.create_task(take_over(client, resume_after_tokens=1))
     await eventually(lambda: any(worker.aborted for worker in cluster.prefills))
     router.manager.drain()
-    for prefill in cluster.prefills:
-        prefill.gate.set()
-        prefill.abort_gate.set()
+    open_gates(cluster)
     with pytest.raises(grpc.aio.AioRpcError, match="draining"):
         await taking
     with pytest.raises(errors.Aborted):
@@ -136,9 +141,7 @@ async def test_no_request_takes_the_id_that_a_takeover_waits_for(
     assert not router.manager._runs and router.manager.held == 1
     with pytest.raises(errors.InvalidArgument, match="request_id: is in use"):
         await client.chat(HELLO, request_id="r-3")
-    for prefill in cluster.prefills:
-        prefill.gate.set()
-        prefill.abort_gate.set()
+    open_gates(cluster)
     await taking
     with pytest.raises(errors.Aborted):
         await running
@@ -153,9 +156,7 @@ async def test_the_newest_of_several_takeovers_runs(
     await eventually(lambda: any(worker.aborted for worker in cluster.prefills))
     newest = asyncio.create_task(take_over(client, attempt=3))
     await eventually(lambda: (DEFAULT_TENANT, "r-3") in router.manager._runs)
-    for prefill in cluster.prefills:
-        prefill.gate.set()
-        prefill.abort_gate.set()
+    open_gates(cluster)
     await newest
     with pytest.raises(errors.Aborted):
         await running
