@@ -52,7 +52,7 @@ async def test_the_sdk_does_not_fail(hasty_router: tuple[RouterServer, set[str]]
     async with AsyncClient(router.host.endpoint) as client:
         await sweep(client.models)
         await sweep(lambda: client.chat(HELLO, max_tokens=1))
-    assert len(connections) > 5  # they did close
+    assert len(connections) > _CALLS // 4  # they did close
 
 
 async def test_a_plain_client_does_not_fail(hasty_router: tuple[RouterServer, set[str]]) -> None:
@@ -60,4 +60,4 @@ async def test_a_plain_client_does_not_fail(hasty_router: tuple[RouterServer, se
     async with grpc.aio.insecure_channel(router.host.endpoint) as channel:
         stub: Any = router_pb2_grpc.RouterServiceStub(channel)
         await sweep(lambda: stub.ListModels(router_pb2.ListModelsRequest(), timeout=60))
-    assert len(connections) > 5
+    assert len(connections) > _CALLS // 4
