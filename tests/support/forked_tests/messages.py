@@ -1,4 +1,4 @@
-"""What a fork tells its parent: JSON objects over one pipe a fork."""
+"""Messages of a fork to its parent: JSON objects over one pipe a fork."""
 
 from __future__ import annotations
 
