@@ -298,11 +298,12 @@ class AdmissionController:
     def _admit(
         self, ask: AdmissionRequest, now_ms: float, predicted: PredictedLoad, *, preemptions: int
     ) -> None:
-        prefilled_ms = now_ms + predicted.wait_ms + predicted.prefill_ms
+        prefilled_ms = now_ms + predicted.wait_ms + predicted.least_prefill_ms
         running = _Running(
             ask.prefill_tokens, ask.context_tokens, now_ms, prefilled_ms, ask=ask, preemptions=preemptions
         )
         self._running[ask.key] = self._prefilling[ask.key] = running
+        self._forecast.observe_admitted(ask.prefill_tokens)
         self._reserve.begin(ask.tenant)
 
     def _victims(self, ask: AdmissionRequest, capacity: Capacity, now_ms: float) -> list[str]:

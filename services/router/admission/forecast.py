@@ -18,6 +18,9 @@ import msgspec
 # Weight of a new sample in running means.
 _WEIGHT = 0.1
 _FIRST_OUTPUT_TOKENS = 256.0
+# The fixed part of short prompts makes a prompt of n times their tokens seem up to n times as slow. Up to
+# this factor the estimate counts in full.
+_MEASURED_FACTOR = 4.0
 
 
 class Capacity(msgspec.Struct, frozen=True, gc=False):
@@ -44,6 +47,7 @@ class PredictedLoad(msgspec.Struct, frozen=True, gc=False):
 
     wait_ms: float  # before its prefill begins
     prefill_ms: float
+    least_prefill_ms: float  # less, where recent prompts, which made the rate, are far shorter
     decode_sequences: int
     decode_tokens: float  # 0 where `capacity` does not limit them
 
@@ -74,8 +78,15 @@ class Forecast:
         self._naive = naive
         self._first_token_ms = _UsualMaximum()
         self._token_ms = _UsualMaximum()
+        self._prompt_tokens: float | None = None  # to be computed, of the prompt of a token, on average
         self.decode_ms = math.inf  # until one has ended
         self.output_tokens = _FIRST_OUTPUT_TOKENS
+
+    def observe_admitted(self, prefill_tokens: int) -> None:
+        """Add a prompt, which corrects the workers' rate. They weigh prompts by their tokens as this mean."""
+        mean = self._prompt_tokens or prefill_tokens
+        weight = min(_WEIGHT * prefill_tokens / mean, 1.0) if mean else 0.0
+        self._prompt_tokens = mean + weight * (prefill_tokens - mean)
 
     def observe_first_token(self, after_ms: float) -> None:
         """Add the time from admission to the first token."""
@@ -103,20 +114,27 @@ class Forecast:
     ) -> PredictedLoad:
         """The forecast for a request of so many tokens to compute, after all of these."""
         rate, workers = capacity.prefill_tokens_per_ms, capacity.prefill_workers
-        wait_ms = prefill_ms = 0.0
+        wait_ms = prefill_ms = least_prefill_ms = 0.0
         if rate:
             if len(prefilling) >= workers:
                 # Its prefill begins when fewer of them are left than there are workers.
                 ends_ms = sorted([load.prefilled_ms for load in prefilling])
                 wait_ms = max(0.0, ends_ms[len(ends_ms) - workers] - now_ms)
             prefill_ms = prefill_tokens * workers / rate  # one prompt runs on one worker
+            least_prefill_ms = self._measured(prefill_tokens) * workers / rate
         then_ms = now_ms + wait_ms + prefill_ms
         come, stay = self._decoding_at(then_ms, prefilling, decoding, now_ms)
         sequences, tokens = len(come) + len(stay), 0.0
         if capacity.decode_tokens:
             contexts = [load.context_tokens for load in (*come, *stay)]
             tokens = sum(contexts) + sequences * self.output_tokens
-        return PredictedLoad(wait_ms, prefill_ms, sequences, tokens)
+        return PredictedLoad(wait_ms, prefill_ms, least_prefill_ms, sequences, tokens)
+
+    def _measured(self, prefill_tokens: int) -> float:
+        """So many tokens, or as many as the rate tells the time of. The next such prompt counts in full."""
+        if self._prompt_tokens is None:
+            return prefill_tokens
+        return min(prefill_tokens, _MEASURED_FACTOR * self._prompt_tokens)
 
     def _decoding_at(
         self, then_ms: float, prefilling: Collection[Load], decoding: Collection[Load], now_ms: float

@@ -32,16 +32,16 @@ LIVE = [priority for priority in Priority if priority is not Priority.JOB]
 NOW_MS = 1_000.0
 # 10 s for a prompt of 1,000 characters.
 SLOW = Capacity(prefill_tokens_per_ms=0.025, decode_sequences=64)
-HELLO: Any = [{"role": "user", "content": "hi"}]
 LONG: Any = [{"role": "user", "content": "Where is my order? " * 53}]
 
 
 def _offer(
     tokens: int, left_ms: float, capacity: Capacity, *, n_running: int, priority: Priority = Priority.DEFAULT
 ) -> AdmissionDecision:
+    """Beside `n_running` requests of as many tokens."""
     controller = AdmissionController(AdmissionLimits())
     for index in range(n_running):
-        controller.offer(AdmissionRequest(f"r{index}", "other", prefill_tokens=1), capacity, 0.0)
+        controller.offer(AdmissionRequest(f"r{index}", "other", prefill_tokens=tokens), capacity, 0.0)
         controller.first_token(f"r{index}", 0.0)
     assert controller.running == n_running
     ask = AdmissionRequest("k", "t", priority, prefill_tokens=tokens, deadline_ms=NOW_MS + left_ms)
@@ -106,6 +106,24 @@ def test_a_longer_limit_is_never_worse(
     assert ranks[0] <= ranks[1]
 
 
+def test_short_prompts_refuse_no_long_one_before_one_was_tried() -> None:
+    """Their rate is that of their fixed part: 10 tokens in 5 ms, where 10,000 take 1 s."""
+    controller, short = AdmissionController(AdmissionLimits()), Capacity(prefill_tokens_per_ms=2.0)
+    for index in range(80):
+        controller.offer(AdmissionRequest(f"r{index}", "other", prefill_tokens=10), short, NOW_MS)
+        controller.first_token(f"r{index}", NOW_MS)
+
+    def offer(key: str, tokens: int, capacity: Capacity) -> AdmissionDecision:
+        ask = AdmissionRequest(key, "t", prefill_tokens=tokens, deadline_ms=NOW_MS + 2_000.0)
+        return controller.offer(ask, capacity, NOW_MS)
+
+    assert offer("a", 10_000, short).verdict is Verdict.ADMITTED
+    assert offer("b", 10, short).verdict is Verdict.ADMITTED  # the estimate of the first delays no others
+    assert offer("c", 10_000, short).verdict is Verdict.REFUSED  # one try is enough
+    controller.first_token("a", NOW_MS)
+    assert offer("d", 10_000, Capacity(prefill_tokens_per_ms=10.0)).verdict is Verdict.ADMITTED
+
+
 async def _ask(
     router: RouterServer, limit_ms: int, messages: Any = LONG
 ) -> tuple[int, Mapping[str, str], str]:
@@ -150,7 +168,7 @@ async def test_a_limit_that_no_idle_cluster_meets_is_refused_as_such_beside_othe
     for worker in cluster.decodes:
         worker.gate.clear()
     async with open_router(cluster, card) as router, AsyncClient(router.host.endpoint) as client:
-        first = asyncio.create_task(client.chat(HELLO))
+        first = asyncio.create_task(client.chat(LONG))
         try:
             await eventually(lambda: any(worker.requests for worker in cluster.prefills))
             assert router.manager.gate.controller.running == 1
