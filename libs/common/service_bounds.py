@@ -241,7 +241,7 @@ _TOGETHER: tuple[_Row, ...] = (
     (
         "Prompts tokenized before they wait: they may exceed the context",
         f"{MAX_MEASURED}",
-        "others wait first",
+        "others are tokenized in the queue",
     ),
     ("Long messages waiting for a check, in equal shares of tenants", f"{MAX_WAITING_WORK}", "refused"),
     ("Expected wait for a prefill worker", f"{MAX_PREFILL_WAIT_S:g} s", "waits at the router"),

@@ -145,10 +145,10 @@ class RequestManager:
         counts_prompt: bool,
     ) -> RunningRequest:
         """Admit a checked request or let it wait, under an id that no other request has."""
-        chars = request.text_chars
+        chars, is_measured = request.text_chars, True
         if self.lengths.may_exceed(chars) and self.gate.waits(self._admission(request, caller, "", chars)):
             # Otherwise an overlong prompt would occupy the queue, or get a retryable refusal.
-            await self.lengths.check(request, caller)
+            is_measured = await self.lengths.check(request, caller)
             self._check_draining()
         request_id = request.request_id or f"req-{os.urandom(12).hex()}"
         key = (caller.tenant, request_id)
@@ -160,7 +160,7 @@ class RequestManager:
         run = RunningRequest(
             request_id, movable=caller.attempt > 0, key_sha256=caller.key_sha256, text_chars=chars
         )
-        run.constraint = constraint
+        run.constraint, run.is_measured = constraint, is_measured
         self._offer(run, request, caller, counts_prompt=counts_prompt)
         return run
 
@@ -176,6 +176,8 @@ class RequestManager:
         self._watch_unread()
         work = execute(run, partial(self._make_generation, run, request, caller, began_s))
         task = run.start(work, deadline_s=caller.deadline_s)
+        if not run.is_measured:
+            run.measuring = asyncio.create_task(self.lengths.check_queued(run, request, caller))
         task.add_done_callback(partial(self._ended, run, key))
 
     def _offer(
@@ -322,6 +324,7 @@ class RequestManager:
 
         A refusal has to be cheap, so only prompts that may be too long are encoded, one at a time.
         """
+        self.lengths.check_ids(request)
         if self.lengths.may_exceed(request.text_chars) and not self.lengths.turn.locked():
             await self.read(caller, partial(check_values, request, self.context.card), n_bytes=n_bytes)
             await self.lengths.check(request, caller)

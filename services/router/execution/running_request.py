@@ -57,6 +57,8 @@ class RunningRequest:
         self.hold: JobHold | None = None  # of a job
         self.met_jobs = MetJobs()  # of a live request
         self.counted = CountedTokens()
+        self.is_measured = True  # or certainly within the context
+        self.measuring: asyncio.Task[None] | None = None  # of what is not, while it is queued
         self._has_waited = False  # for its first admission
         self._decision: PlacementDecision | None = None  # the last one of a finished request
         self._task: asyncio.Task[errors.SlipstreamError | None] | None = None
@@ -104,6 +106,11 @@ class RunningRequest:
     def goes_on(self) -> bool:
         """Whether another router takes the request when this one drains: its client or its job asks again."""
         return self.movable or self.hold is not None
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether the request waits for its first admission."""
+        return self.ticket is not None and not self.ticket.began and not self._has_waited
 
     @property
     def is_stopped(self) -> bool:
@@ -172,6 +179,9 @@ class RunningRequest:
         """Drop the finished task, the prompt and the answer now, not at the next garbage collection."""
         self._decision, self.generation = self.decision(), None
         self._task = None
+        if self.measuring is not None:
+            self.measuring.cancel()
+            self.measuring = None
         if self._deadline is not None:
             self._deadline.cancel()
         if self.ticket is not None:

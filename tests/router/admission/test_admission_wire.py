@@ -227,13 +227,37 @@ async def test_few_prompts_wait_for_measuring_and_the_others_in_the_queue(
         async with router.manager.lengths.turn:  # stands for a measurement that does not end
             asked = [asyncio.create_task(client.chat(too_long)) for _ in range(5)]
             await eventually(lambda: router.manager.gate.controller.waiting == 3)
-        await eventually(lambda: sum(task.done() for task in asked) == 2)
-        done, queued = await asyncio.wait(asked, timeout=0)
-        assert {type(task.exception()) for task in done} == {errors.ContextExceeded}
-        for task in queued:
-            task.cancel()
-        await asyncio.gather(*queued, return_exceptions=True)
+            for is_refused_first in (False, True):
+                ids = [1] * (card.max_context_tokens + 1)  # their number is known
+                with pytest.raises(errors.ContextExceeded):
+                    await asyncio.wait_for(client.complete(ids, reject_if_busy=is_refused_first), 60)
+            assert not any(task.done() for task in asked)
+        # No place becomes free: what waits in the queue is measured there.
+        results = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
+        assert [type(error) for error in results] == [errors.ContextExceeded] * 5
+        assert all(f"context length is {card.max_context_tokens} tokens" in str(error) for error in results)
         await eventually(lambda: router.manager.held == 1)
+
+
+async def test_a_prompt_within_the_context_is_measured_in_the_queue_and_runs(
+    cluster: FakeCluster, card: ModelCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("libs.common.service_bounds.MAX_MEASURED", 0)
+    within: Any = [{"role": "user", "content": "Where is my order? " * 100}]
+    async with full_router(cluster, card) as (router, client):
+        monkeypatch.setattr(router.manager.lengths, "may_exceed", lambda chars: chars > 100)
+        n_before = router.manager.context.counters.snapshot()["slipstream_prompt_tokens_encoded_total"]
+        asked = asyncio.create_task(client.chat(within))
+        await eventually(
+            lambda: (
+                router.manager.context.counters.snapshot()["slipstream_prompt_tokens_encoded_total"]
+                > n_before
+            )
+        )
+        assert router.manager.gate.controller.waiting == 1
+        for prefill in cluster.prefills:
+            prefill.gate.set()
+        assert (await asyncio.wait_for(asked, 60)).finish_reason == "stop"
 
 
 async def test_an_interactive_request_preempts_one_without_output(
