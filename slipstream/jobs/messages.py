@@ -37,7 +37,7 @@ class SubmittedJob:
     group_id: str
     attempt: int
     http_status: int  # of the answer; 0 before the end
-    error: str  # why it ended without an answer
+    error: str  # why it ended without an answer, or waits for a router of another release
     output_tokens: int
     created_unix_s: float
     started_unix_s: float  # 0 before

@@ -152,7 +152,7 @@ class Job(_message.Message):
     http_status: _builtins.int
     """0 before the end"""
     error: _builtins.str
-    """why it ended without a result"""
+    """why it ended without a result, or waits for a router of another release"""
     output_tokens: _builtins.int
     """so far, as of the last seconds"""
     created_unix_s: _builtins.float

@@ -15,6 +15,8 @@ from services.router.jobs.types import JobOutcome, JobState
 # Attempts that ended with a server error or with the loss of their router.
 MAX_FAILURES = 5
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 300.0
+# The least pause of a job that only routers of another release run: one of them may claim it then.
+OTHER_RELEASE_S = 60.0
 # Jobs leave a part of the decode workers' places to live requests, which then begin at once.
 JOB_SHARE = 0.75
 # A job that live requests hold for longer goes to another router, without the tokens that it has.
@@ -30,17 +32,21 @@ Receiver = tuple[str, str]  # of webhooks: a tenant and a host
 
 @dataclass(frozen=True, slots=True)
 class NextState:
-    """The state of a job after an attempt. QUEUED comes with the pause before the next attempt."""
+    """The state of a job after an attempt. QUEUED comes with the pause before the next attempt.
+
+    `error`: what the job waits for, the reason where it expires.
+    """
 
     state: JobState
     delay_s: float = 0.0
     is_failure: bool = False
+    error: str = ""
 
 
-def after_attempt(outcome: JobOutcome, *, failures: int, jitter: float) -> NextState:
+def after_attempt(outcome: JobOutcome, *, attempt: int, failures: int, jitter: float) -> NextState:
     """The next state after an attempt's outcome; `failures` counts those before it, `jitter` is in [0, 1].
 
-    A server error counts; a lack of capacity (429) or of workers (503) does not.
+    A server error counts; a lack of capacity (429), of workers (503) or of another release does not.
     """
     if 200 <= outcome.status < 300:
         return NextState(JobState.SUCCEEDED)
@@ -48,6 +54,9 @@ def after_attempt(outcome: JobOutcome, *, failures: int, jitter: float) -> NextS
         return NextState(JobState.EXPIRED)
     if outcome.is_final:
         return NextState(JobState.FAILED)
+    if outcome.refusal:
+        delay_s = max(OTHER_RELEASE_S, retry_delay_s(attempt, jitter))
+        return NextState(JobState.QUEUED, delay_s, error=outcome.refusal)
     is_failure = outcome.status not in (429, 503)
     if is_failure and failures + 1 >= MAX_FAILURES:
         return NextState(JobState.FAILED, is_failure=True)

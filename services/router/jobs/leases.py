@@ -31,6 +31,7 @@ _QUEUED_TENANTS = """SELECT tenant,
   (SELECT MIN(not_before_unix_s) FROM jobs WHERE state = 'queued' AND jobs.tenant = job_tenants.tenant)
 FROM job_tenants WHERE live > 0"""
 LOST_ERROR = "each router that ran the job was lost"
+LATE_ERROR = "not done in time"
 JobKey = tuple[str, int]  # id and attempt
 
 
@@ -124,7 +125,7 @@ class JobLeases:
 
     async def expire(self, owner: str, job: ClaimedJob) -> bool:
         """End a job that ran until it expired. False where it is not this attempt's."""
-        return await self._end(owner, job, JobState.EXPIRED, status=0, error="not done in time: it ran")
+        return await self._end(owner, job, JobState.EXPIRED, status=0, error=f"{LATE_ERROR}: it ran")
 
     async def _end(self, owner: str, job: ClaimedJob, state: JobState, *, status: int, error: str) -> bool:
         """End a job without a result."""
@@ -146,11 +147,11 @@ class JobLeases:
         """
         not_before_s = self._now_s() + then.delay_s if then.delay_s else 0.0
         sql = (
-            "UPDATE jobs SET state = 'queued', owner = '', failures = failures + ?,"
+            "UPDATE jobs SET state = 'queued', owner = '', failures = failures + ?, error = ?,"
             " not_before_unix_s = CASE WHEN ? > not_before_unix_s THEN ? ELSE not_before_unix_s END"
             f" WHERE id = ? AND {_MINE} RETURNING id"
         )
-        values = (int(then.is_failure), not_before_s, not_before_s, job_id, owner, attempt)
+        values = (int(then.is_failure), then.error, not_before_s, not_before_s, job_id, owner, attempt)
         return bool(await self._database.run(lambda tx: tx.execute(sql, values), is_idempotent=True))
 
     async def raise_heartbeat(
@@ -206,12 +207,13 @@ class JobLeases:
             for job_id, failures in ownerless:
                 _requeue_lost(tx, job_id, failures, now_s)
             late = tx.execute(
-                "SELECT id FROM jobs WHERE state IN ('queued', 'running') AND expires_unix_s <= ? LIMIT ?",
+                "SELECT id, error FROM jobs WHERE state IN ('queued', 'running') AND expires_unix_s <= ? LIMIT ?",
                 (now_s, _SWEPT_AT_ONCE),
             )
-            expired = sum(
-                end_job(tx, row[0], JobState.EXPIRED, now_s=now_s, error="not done in time") for row in late
-            )
+            expired = 0
+            for job_id, reason in late:
+                error = f"{LATE_ERROR}: {reason}" if reason else LATE_ERROR
+                expired += end_job(tx, job_id, JobState.EXPIRED, now_s=now_s, error=error)
             return expired, _drop_old(tx, now_s)
 
         return await self._database.run(sweep, is_idempotent=True)
@@ -256,7 +258,8 @@ def _claim_of(tx: SqlTransaction, owner: str, tenant: str, n: int, now_s: float)
     )
     order = in_claim_order(oldest, [row[0] for row in alike])[:n]
     rows = tx.execute(
-        "UPDATE jobs SET state = 'running', owner = ?, attempt = attempt + 1, started_unix_s = ?, is_held = 0"
+        "UPDATE jobs SET state = 'running', owner = ?, attempt = attempt + 1, started_unix_s = ?, is_held = 0,"
+        " error = ''"
         f" WHERE id IN ({marks(order)})"
         " RETURNING id, path, attempt, failures, created_unix_s, expires_unix_s, key_sha256, group_id",
         (owner, now_s, *order),

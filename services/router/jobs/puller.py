@@ -259,7 +259,12 @@ class JobPuller:
             self._running.pop((running.job.id, running.job.attempt), None)
 
     async def _end(self, running: _RunningJob, outcome: JobOutcome) -> None:
-        then = after_attempt(outcome, failures=running.job.failures, jitter=random.random())
+        then = after_attempt(
+            outcome,
+            attempt=running.job.attempt,
+            failures=running.job.failures,
+            jitter=random.random(),
+        )
         state = then.state
         try:
             is_kept = await self._store_end(running, outcome, then)

@@ -164,7 +164,7 @@ class JobProgress:
 class JobOutcome:
     """The outcome of an attempt. `is_final` is False where another attempt may give an answer.
 
-    `is_late`: it ran until the job expired.
+    `is_late`: it ran until the job expired. `refusal`: why a router of another release has to run it.
 
     `stored_with_end` writes in the transaction that makes this outcome the job's result, and in no other.
     """
@@ -175,4 +175,5 @@ class JobOutcome:
     is_late: bool = False
     output_tokens: int = 0
     retry_after_s: float = 0.0
+    refusal: str = ""
     stored_with_end: Callable[[SqlTransaction], None] | None = None

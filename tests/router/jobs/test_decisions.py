@@ -57,7 +57,7 @@ OUTCOMES = st.builds(
 def test_an_attempt_ends_the_job_or_leaves_a_bounded_number_of_failures(
     outcome: JobOutcome, failures: int, jitter: float
 ) -> None:
-    then = after_attempt(outcome, failures=failures, jitter=jitter)
+    then = after_attempt(outcome, attempt=failures + 1, failures=failures, jitter=jitter)
     assert (then.state is JobState.SUCCEEDED) == (200 <= outcome.status < 300)
     if outcome.is_final:
         assert then.state.ended

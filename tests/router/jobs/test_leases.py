@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from services.router.jobs.decisions import MAX_FAILURES, NextState
+from services.router.jobs.decisions import MAX_FAILURES, NextState, after_attempt
 from services.router.jobs.leases import OwnerLost
-from services.router.jobs.types import JobProgress, JobState
+from services.router.jobs.types import JobOutcome, JobProgress, JobState
 from tests.router.jobs.stores import JobTables, make_request
 
 
@@ -108,6 +108,34 @@ async def test_a_job_that_is_given_back_waits(tables: JobTables) -> None:
     tables.now_s += 31
     again = await tables.claim_one("r1")
     assert (again.attempt, again.failures) == (2, 1)
+
+
+async def test_a_job_that_no_router_understands_expires_with_the_refusal(tables: JobTables) -> None:
+    [job_id] = await tables.submit("a")
+    await tables.leases.register("r1")
+    for attempt in range(1, 3 * MAX_FAILURES):
+        job = await tables.claim_one("r1")
+        refused = JobOutcome(400, b"{}", is_final=False, refusal=f"temperature: {attempt}")
+        then = after_attempt(refused, attempt=job.attempt, failures=job.failures, jitter=1.0)
+        assert await tables.leases.release("r1", job.id, job.attempt, then)
+        assert await tables.leases.claim("r1", 1) == []  # it is not claimed again at once
+        waiting = await tables.store.get("alice", job_id)
+        assert (waiting.state, waiting.error) == (JobState.QUEUED, f"temperature: {attempt}")
+        tables.now_s += then.delay_s
+    tables.now_s = job.expires_unix_s
+    assert await tables.leases.sweep() == (1, 0)
+    ended = await tables.store.get("alice", job_id)
+    assert (ended.state, ended.error) == (JobState.EXPIRED, f"not done in time: temperature: {attempt}")
+
+
+async def test_a_job_that_a_newer_router_runs_shows_no_refusal(tables: JobTables) -> None:
+    [job_id] = await tables.submit("a")
+    await tables.leases.register("r1")
+    job = await tables.claim_one("r1")
+    await tables.leases.release("r1", job.id, 1, NextState(JobState.QUEUED, error="temperature: newer"))
+    again = await tables.claim_one("r1")
+    assert (await tables.store.get("alice", job_id)).error == ""
+    assert await tables.finish("r1", again)
 
 
 async def test_a_beat_tells_what_an_owner_still_has(tables: JobTables) -> None:

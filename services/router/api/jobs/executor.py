@@ -24,13 +24,12 @@ from services.router.request.model_card import ModelCard
 from services.router.request.types import Caller
 from services.router.request.validation import check_values
 from slipstream import bounds, errors
+from slipstream.bound import shown
 
 log = logging.getLogger(__name__)
 
 # A job has so long at least, and is late where it ends by its deadline so shortly before it expires.
 _LATE_S = 1.0
-# The pause of a job whose body only routers of another release take: one of them may claim it then.
-_OTHER_RELEASE_S = 60.0
 # Another attempt may end otherwise.
 _PASSING = (errors.Overloaded, errors.Unavailable, errors.Internal, errors.DataCorrupt)
 
@@ -82,7 +81,8 @@ class AnswerExecutor:
         """See JobExecutor. Seeds come from the job's id where the body states none."""
         answer_format = self._formats.get(job.path)
         if answer_format is None:
-            return _for_other_release(JobOutcome(404, b'{"error": {"message": "no such endpoint"}}'))
+            message = b'{"error": {"message": "no such endpoint"}}'
+            return JobOutcome(404, message, is_final=False, refusal=f"no such endpoint: {shown(job.path)}")
         if not self._key_counts(job.key_sha256):  # a running one is ended by the look at all requests
             return _failed(answer_format, errors.Unauthenticated(REVOKED))
         self._ids.add(job.id)
@@ -102,7 +102,7 @@ class AnswerExecutor:
             if not (job.was_checked and await self._is_refused(answer_format, job)):
                 return outcome
             log.warning("job %s: a router of another release took its body: %s", job.id, error.message)
-            return _for_other_release(outcome)
+            return replace(outcome, is_final=False, refusal=error.message)
         except errors.SlipstreamError as error:
             left_s = job.expires_unix_s - self._wall_clock_s()
             is_late = isinstance(error, errors.DeadlineExceeded) and left_s <= _LATE_S
@@ -172,11 +172,6 @@ def _read_values(answer_format: AnswerFormat, body: bytes, card: ModelCard) -> P
         if index == leader:  # other choices of a prompt have its values
             check_values(requests[index], card)
     return parsed
-
-
-def _for_other_release(outcome: JobOutcome) -> JobOutcome:
-    """The outcome, after which another router may try."""
-    return replace(outcome, is_final=False, retry_after_s=_OTHER_RELEASE_S)
 
 
 def _failed(answer_format: AnswerFormat, error: errors.SlipstreamError) -> JobOutcome:

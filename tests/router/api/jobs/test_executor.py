@@ -33,8 +33,8 @@ async def test_an_unexpected_failure_counts_as_one(
     data = json.dumps({"messages": HELLO}).encode()
     outcome = await executor.run(ClaimedJob("job-1", "alice", "/v1/chat/completions", data, 1, 0, 1.0, 1e12))
     assert (outcome.status, outcome.is_final) == (500, False)
-    assert after_attempt(outcome, failures=0, jitter=0.0).is_failure
-    assert after_attempt(outcome, failures=MAX_FAILURES - 1, jitter=0.0).state is JobState.FAILED
+    assert after_attempt(outcome, attempt=1, failures=0, jitter=0.0).is_failure
+    assert after_attempt(outcome, attempt=1, failures=MAX_FAILURES - 1, jitter=0.0).state is JobState.FAILED
 
 
 @pytest.mark.parametrize(("left_s", "state"), [(0.5, JobState.EXPIRED), (900.0, JobState.FAILED)])
@@ -53,7 +53,7 @@ async def test_a_job_that_runs_until_it_expires_has_expired(
     outcome = await executor.run(
         ClaimedJob("job-1", "alice", "/v1/chat/completions", data, 1, 0, 1.0, expires_unix_s)
     )
-    assert after_attempt(outcome, failures=0, jitter=0.0).state is state
+    assert after_attempt(outcome, attempt=1, failures=0, jitter=0.0).state is state
 
 
 async def test_a_job_of_a_revoked_key_does_not_begin(router: RouterServer) -> None:
@@ -92,9 +92,13 @@ async def test_a_body_of_a_newer_release_waits_for_another_router(
     outcome = await executor.run(job)
     assert outcome.status in (400, 404) and field in outcome.body.decode()
     assert not outcome.is_final
-    then = after_attempt(outcome, failures=0, jitter=0.0)
-    assert (then.state, then.delay_s, then.is_failure) == (JobState.QUEUED, 60.0, True)
-    assert after_attempt(outcome, failures=MAX_FAILURES - 1, jitter=0.0).state is JobState.FAILED
+    delays_s = []
+    for attempt in (1, MAX_FAILURES, 1000):
+        then = after_attempt(outcome, attempt=attempt, failures=MAX_FAILURES - 1, jitter=0.0)
+        assert (then.state, then.is_failure) == (JobState.QUEUED, False)
+        assert field in then.error
+        delays_s.append(then.delay_s)
+    assert delays_s == [60.0, 60.0, 150.0]
 
 
 async def test_a_refusal_that_a_busy_router_cannot_explain_is_not_final(
