@@ -15,7 +15,7 @@ import threading
 from dataclasses import dataclass
 
 from libs.common.transport.base import PeerGone, TransferTimeout
-from libs.common.transport.socket_server import listen_at
+from libs.common.transport.socket_server import accepted, listen_at
 from slipstream.rpc.names import once_resolved
 
 NONCE_BYTES = 16
@@ -41,22 +41,20 @@ class IncarnationProbe:
         self.port: int = self._listener.getsockname()[1]
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self._note = note
+        self._closed = False
         self._thread = threading.Thread(target=self._serve, name="kv-probe", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
         self._listener.close()
         self._thread.join()
 
     def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
+        for connection in accepted(self._listener, self.port, lambda: self._closed):
             # This cannot block: so few bytes always fit into a new socket's buffer.
             with connection, contextlib.suppress(OSError):
                 connection.sendall(self.nonce + self._note)

@@ -18,6 +18,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 from libs.common.checksum import memory_at
 from libs.common.transport.base import RegionTable, TransferRefused
@@ -70,19 +71,7 @@ class RegionServer:
             thread.join()
 
     def _accept(self) -> None:
-        is_failing = False
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:
-                if self._closed:
-                    return
-                if not is_failing:
-                    log.warning("the KV port %d accepts no connection now: %s", self.port, error)
-                is_failing = True
-                time.sleep(ACCEPT_PAUSE_S)  # the process may have a descriptor left by then
-                continue
-            is_failing = False
+        for connection in accepted(self._listener, self.port, lambda: self._closed):
             with self._lock:
                 if self._closed or len(self._connections) - len(self._unknown) >= MAX_CONNECTIONS:
                     connection.close()
@@ -152,6 +141,24 @@ def listen_at(bind: str) -> socket.socket:
         return socket.create_server((host, int(port)), backlog=64)
     except OSError as error:
         raise TransferRefused(f"the KV transport cannot listen on {bind}: {error}") from None
+
+
+def accepted(listener: socket.socket, port: int, is_closed: Callable[[], bool]) -> Iterator[socket.socket]:
+    """The connections to a socket that listens at `port`. A failure ends it only where `is_closed`."""
+    is_failing = False
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError as error:
+            if is_closed():
+                return
+            if not is_failing:
+                log.warning("the KV port %d accepts no connection now: %s", port, error)
+            is_failing = True
+            time.sleep(ACCEPT_PAUSE_S)  # the process may have a descriptor left by then
+            continue
+        is_failing = False
+        yield connection
 
 
 def receive_exactly(connection: socket.socket, n_bytes: int) -> bytes | None:

@@ -15,6 +15,7 @@ import pytest
 
 from libs.common.transport import socket_server
 from libs.common.transport.base import PeerGone, ReadOp, TransferRefused, TransferTimeout
+from libs.common.transport.incarnation_probe import IncarnationProbe, ProbeAddress, greet
 from libs.common.transport.registered_memory import PageAlignedMemory
 from libs.common.transport.socket import SocketTransport
 from libs.common.transport.socket_server import MAGIC, REPLY, REQUEST, SERVED, WELCOME
@@ -200,29 +201,44 @@ async def test_connections_without_the_token_keep_no_reader_out(
     await reader.close()
 
 
-async def test_a_port_that_found_no_descriptor_accepts_again(
-    transport: SocketTransport, memory: PageAlignedMemory, caplog: pytest.LogCaptureFixture
-) -> None:
+@contextlib.asynccontextmanager
+async def waiting_without_descriptors(port: int, caplog: pytest.LogCaptureFixture) -> AsyncIterator[None]:
+    """A connection to the port, which is tried by a process that has no descriptor left until then."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     held: list[int] = []
-    peer = SocketTransport()
-    try:
-        other = PageAlignedMemory(1 << 12)
-        peer.register(other.buffer)
-        with socket.socket() as client:
+    with socket.socket() as client:
+        try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
             with contextlib.suppress(OSError):
                 while True:
                     held.append(os.dup(client.fileno()))
-            host, _, port = peer.session_id.partition("/")[0].rpartition(":")
-            client.connect((host, int(port)))  # it waits in the kernel, as the server finds no descriptor
+            client.connect(("127.0.0.1", port))  # it waits in the kernel, as the server finds no descriptor
             await eventually(lambda: "accepts no connection now" in caplog.text, timeout_s=WAIT_S)
-    finally:
-        for descriptor in held:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    await transport.read(peer.session_id, [ReadOp(memory.address, other.address, 64)], timeout_s=WAIT_S)
+        finally:
+            for descriptor in held:
+                os.close(descriptor)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        yield
+
+
+async def test_a_port_that_found_no_descriptor_accepts_again(
+    transport: SocketTransport, memory: PageAlignedMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = SocketTransport()
+    other = PageAlignedMemory(1 << 12)
+    peer.register(other.buffer)
+    port = int(peer.session_id.partition("/")[0].rpartition(":")[2])
+    async with waiting_without_descriptors(port, caplog):
+        await transport.read(peer.session_id, [ReadOp(memory.address, other.address, 64)], timeout_s=WAIT_S)
     await peer.close()
+
+
+async def test_a_probe_that_found_no_descriptor_answers_again(caplog: pytest.LogCaptureFixture) -> None:
+    probe = IncarnationProbe("127.0.0.1:0", note=b"a note")
+    async with waiting_without_descriptors(probe.port, caplog):
+        address = ProbeAddress("127.0.0.1", probe.port, probe.nonce)
+        assert await greet(address, timeout_s=WAIT_S) == b"a note"
+    probe.close()
 
 
 async def test_a_refusal_among_many_requests_leaves_no_answer_for_the_next_read(
