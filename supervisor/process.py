@@ -171,16 +171,12 @@ class SupervisedProcess:
     async def _run_once(self) -> int:
         """Run the process to its end; returns its exit code (negative: the signal)."""
         plan, incarnation = self.plan, new_incarnation()
-        # Our own pipe: with asyncio's, wait() would wait for all children of the process to close it too.
-        output, transport, their_end = await _open_pipe()
-        variables = {INCARNATION_VARIABLE: incarnation, **plan.env}  # not the supervisor's own incarnation
         try:
-            self._process = await self._launcher.launch(
-                plan.command, service_environment(variables), their_end
-            )
-        finally:
-            os.close(their_end)
-        self.pid = self._process.pid
+            process, output, transport = await self._launch(incarnation)
+        except OSError as failure:  # such as no process or descriptor left, maybe for now only
+            self._owner.say(f"{plan.instance} cannot be started: {failure}")
+            return os.EX_OSERR
+        self._process, self.pid = process, process.pid
         self._enter(ProcessState.STARTING)
         if self._stopping.is_set():
             self._signal(signal.SIGKILL)
@@ -188,7 +184,7 @@ class SupervisedProcess:
         watch = asyncio.create_task(self._watch_readiness())
         oom_kills = count_oom_kills()
         try:
-            code = await self._process.wait()
+            code = await process.wait()
             if not self._stopping.is_set():
                 crashed = is_crash(code, oom_kills=count_oom_kills() - oom_kills)
                 self._owner.died(plan, incarnation, crashed=crashed)
@@ -196,16 +192,31 @@ class SupervisedProcess:
         finally:
             watch.cancel()
             # What the process itself had started goes with it, also when it crashed.
-            leader_pid = self.pid
-            _kill_group(leader_pid)
+            _kill_group(process.pid)
             self._process, self.pid = None, None
-            await reap_group(leader_pid, timeout_s=_LAST_OUTPUT_S)
+            await reap_group(process.pid, timeout_s=_LAST_OUTPUT_S)
             await asyncio.wait({copy}, timeout=_LAST_OUTPUT_S)
             copy.cancel()
             transport.close()
             for error in await asyncio.gather(watch, copy, return_exceptions=True):
                 if isinstance(error, Exception):
                     self._owner.say(f"{plan.instance} | supervision failed: {error!r}")
+
+    async def _launch(
+        self, incarnation: str
+    ) -> tuple[RunningProcess, asyncio.StreamReader, asyncio.ReadTransport]:
+        """Start the process; returns it with its output, and what closes that. Raises OSError."""
+        # Our own pipe: with asyncio's, wait() would wait for all children of the process to close it too.
+        output, transport, their_end = await _open_pipe()
+        # Not the supervisor's own incarnation.
+        environment = service_environment({INCARNATION_VARIABLE: incarnation, **self.plan.env})
+        try:
+            return await self._launcher.launch(self.plan.command, environment, their_end), output, transport
+        except BaseException:
+            transport.close()
+            raise
+        finally:
+            os.close(their_end)
 
     async def _watch_readiness(self) -> None:
         await self._owner.until_ready(self.plan)

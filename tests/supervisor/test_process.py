@@ -1,11 +1,13 @@
-"""One supervised process by itself: the environment it gets."""
+"""One supervised process by itself: the environment it gets, and starts that fail."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from libs.common.cluster.worker_service import INCARNATION_VARIABLE
 from libs.common.runtime.exit_codes import MODEL_UNUSABLE
 from slipstream.errors import FailedPrecondition
 from supervisor.configuration.plan import ProcessPlan
+from supervisor.forking.launcher import RunningProcess
 from supervisor.logs import ProcessLogs
 from supervisor.process import SupervisedProcess
 from supervisor.process_state import ProcessState
@@ -42,6 +45,24 @@ class _Owner:
         return ""
 
     def died(self, plan: ProcessPlan, incarnation: str, *, crashed: bool) -> None:
+        return
+
+
+class _FailingLauncher:
+    """The session's launcher on a machine that has no process left for the first starts."""
+
+    def __init__(self, *, n_failures: int) -> None:
+        self._n_failures = n_failures
+
+    async def launch(
+        self, command: Sequence[str], environment: Mapping[str, str], output: int
+    ) -> RunningProcess:
+        if self._n_failures:
+            self._n_failures -= 1
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return await session_launcher().launch(command, environment, output)
+
+    def close(self) -> None:
         return
 
 
@@ -102,3 +123,25 @@ async def test_a_model_that_cannot_be_used_is_not_tried_again_and_again(tmp_path
     assert owner.said == ["decode-0 cannot use its model (exit code 78)"]
     assert process.restarts == 0
     await process.stop(grace_s=60)
+
+
+async def test_a_process_is_started_once_the_machine_has_room_for_it(tmp_path: Path) -> None:
+    plan = ProcessPlan(
+        instance="decode-0",
+        role=Role.DECODE,
+        wave=0,
+        endpoint="127.0.0.1:1",
+        command=(sys.executable, "-c", "import time; print('runs', flush=True); time.sleep(600)"),
+    )
+    owner = _Owner()
+    logs = ProcessLogs(tmp_path, on_problem=print)
+    process = SupervisedProcess(plan, logs, _FailingLauncher(n_failures=2), owner)
+    process.start()
+    async with asyncio.timeout(60):
+        while not logs.tail(plan.instance):
+            await asyncio.sleep(0.02)
+    failure = f"decode-0 cannot be started: [Errno {errno.EAGAIN}] {os.strerror(errno.EAGAIN)}"
+    assert owner.said[0] == owner.said[2] == failure
+    assert process.restarts == 2
+    await process.stop(grace_s=60)
+    logs.close()
