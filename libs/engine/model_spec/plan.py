@@ -110,7 +110,7 @@ def _check(batch: ForwardBatch, config: ModelConfig, cache: PagedLatentCache) ->
     if batch.query_start[0] != 0 or batch.query_start[-1] != batch.n_rows or rows.min() < 1:
         raise InvalidArgument("batch.query_start", "must divide all rows, with at least one per sequence")
     first = np.repeat(lengths - rows - batch.query_start[:-1], rows)
-    if lengths.min() < 1 or not np.array_equal(batch.positions, first + np.arange(batch.n_rows)):
+    if (lengths < rows).any() or not np.array_equal(batch.positions, first + np.arange(batch.n_rows)):
         raise InvalidArgument("batch.positions", "must be the last positions of each context, ascending")
     if batch.token_ids.min() < 0 or batch.token_ids.max() >= config.vocab_size:
         raise InvalidArgument("batch.token_ids", f"must be within 0..{config.vocab_size - 1}")

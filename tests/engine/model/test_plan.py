@@ -76,6 +76,12 @@ def test_inconsistent_batches_are_refused(field: str, value: np.ndarray) -> None
     assert caught.value.field == f"batch.{blamed}"
 
 
+def test_a_context_shorter_than_its_rows_is_refused() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        plan(replace(GOOD, positions=ints(17, 18, 19, -1, 0), context_len=ints(20, 1)))
+    assert caught.value.field == "batch.positions"
+
+
 def test_the_cheaper_form_of_attention_is_chosen() -> None:
     assert absorbed_row_limit(parse_config(K25)) == 170  # 512 * 256 / (1024 - 256)
     # Latents no wider than keys and values together: absorbed always.
