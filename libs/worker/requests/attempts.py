@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import islice
 
 from slipstream.errors import Aborted, FailedPrecondition, InvalidArgument
 
@@ -106,6 +107,6 @@ class AttemptRegistry:
         surplus = len(self._known) - self._max_requests
         if surplus <= 0:
             return
-        ended = [request_id for request_id in self._known if request_id not in self._running]
-        for request_id in ended[:surplus]:
+        ended = (request_id for request_id in self._known if request_id not in self._running)
+        for request_id in list(islice(ended, surplus)):
             del self._known[request_id]
