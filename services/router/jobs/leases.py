@@ -207,7 +207,8 @@ class JobLeases:
             for job_id, failures in ownerless:
                 _requeue_lost(tx, job_id, failures, now_s)
             late = tx.execute(
-                "SELECT id, error FROM jobs WHERE state IN ('queued', 'running') AND expires_unix_s <= ? LIMIT ?",
+                "SELECT id, error FROM jobs WHERE state IN ('queued', 'running') AND expires_unix_s <= ?"
+                " LIMIT ?",
                 (now_s, _SWEPT_AT_ONCE),
             )
             expired = 0
@@ -258,8 +259,8 @@ def _claim_of(tx: SqlTransaction, owner: str, tenant: str, n: int, now_s: float)
     )
     order = in_claim_order(oldest, [row[0] for row in alike])[:n]
     rows = tx.execute(
-        "UPDATE jobs SET state = 'running', owner = ?, attempt = attempt + 1, started_unix_s = ?, is_held = 0,"
-        " error = ''"
+        "UPDATE jobs SET state = 'running', owner = ?, attempt = attempt + 1, started_unix_s = ?,"
+        " is_held = 0, error = ''"
         f" WHERE id IN ({marks(order)})"
         " RETURNING id, path, attempt, failures, created_unix_s, expires_unix_s, key_sha256, group_id",
         (owner, now_s, *order),
