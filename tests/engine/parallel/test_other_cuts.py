@@ -13,6 +13,7 @@ from libs.engine.core.torch_model import TorchModel
 from libs.engine.model.runner import ModelRunner, RunnerOptions
 from libs.engine.parallel.group_runner import GroupBroken, GroupRunner
 from libs.engine.parallel.sizes import parse_sizes
+from tests.engine.parallel.dead_ranks import kill_rank
 from tests.engine.parallel.forked_ranks import forked_group
 from tests.engine.support import generate, make_spec
 from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
@@ -94,7 +95,7 @@ def test_the_death_of_a_rank_is_named_and_ends_the_next_step(model_dir: Path, cu
     with forked_group(model_dir, OPTIONS, cut, on_death) as runner:
         engine = engine_of(runner)
         assert generate(engine, [make_spec("before", [1, 2, 3])])["before"]
-        runner.followers.processes[0].kill()
+        kill_rank(runner.followers.processes[0])
         assert died.wait(60)
         sizes = parse_sizes(cut)
         assert reasons == [f"rank 1 of {sizes} was killed by signal 9: the worker ends with it"]
@@ -114,7 +115,7 @@ def test_the_death_of_a_rank_ends_copies_of_pages(model_dir: Path, cut: str, fir
         engine = engine_of(runner)
         assert generate(engine, [make_spec("before", [1, 2, 3])])["before"]
         engine.reserve(make_spec("a", [1, 2, 3]))
-        runner.followers.processes[0].kill()
+        kill_rank(runner.followers.processes[0])
         assert died.wait(60)
         failure = f"a {first} of pages failed at rank 0"
         for move in [first, "collect", "scatter"]:
