@@ -32,12 +32,12 @@ async def notes(path: Path) -> AsyncIterator[Database]:
     await database.close()
 
 
-async def _insert(database: Database, note: str) -> None:
-    await database.run(lambda tx: tx.execute("INSERT INTO notes VALUES (?)", (note,)), timeout_s=2.0)
+async def _insert(database: Database, note: str, *, timeout_s: float = 60.0) -> None:
+    await database.run(lambda tx: tx.execute("INSERT INTO notes VALUES (?)", (note,)), timeout_s=timeout_s)
 
 
-async def _notes(database: Database) -> list[str]:
-    rows = await database.read(lambda tx: tx.execute("SELECT id FROM notes ORDER BY id"), timeout_s=2.0)
+async def _notes(database: Database, *, timeout_s: float = 60.0) -> list[str]:
+    rows = await database.read(lambda tx: tx.execute("SELECT id FROM notes ORDER BY id"), timeout_s=timeout_s)
     return [row[0] for row in rows]
 
 
@@ -53,9 +53,9 @@ async def test_nothing_is_written_past_a_file_that_is_gone(
     with caplog.at_level(logging.ERROR):
         for _ in range(2):
             with pytest.raises(DatabaseUnavailable, match="deleted or replaced"):
-                await _insert(notes, "lost")
+                await _insert(notes, "lost", timeout_s=2.0)
             with pytest.raises(DatabaseUnavailable, match="deleted or replaced"):
-                await _notes(notes)
+                await _notes(notes, timeout_s=2.0)
     said = [record for record in caplog.records if "nothing is stored" in record.message]
     assert len(said) == 1
     assert os.path.exists(path) == replaced  # noqa: ASYNC240 - no empty file takes its place
@@ -89,6 +89,6 @@ async def test_writes_to_a_file_that_became_read_only_fail_by_name_and_reads_go_
 
     await database.run(become_read_only)
     with pytest.raises(DatabaseUnavailable, match="read-only"):
-        await _insert(database, "second")
+        await _insert(database, "second", timeout_s=2.0)
     assert await _notes(database) == ["first"]
     await database.close()

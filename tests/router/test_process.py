@@ -28,6 +28,7 @@ from tests.router.support.fake_cluster import FakeCluster
 from tests.router.support.fake_model import FakeModel
 from tests.support.processes.etcd_process import EtcdProcess
 from tests.support.processes.launching import run_service
+from tests.support.processes.process_checks import is_stopped
 
 PEMS = Path(__file__).resolve().parents[1] / "support" / "tls"
 TLS = TlsFiles(PEMS / "ca.pem", PEMS / "peer.pem", PEMS / "peer.key")
@@ -106,7 +107,7 @@ async def test_a_second_sigterm_ends_several_router_processes_at_once(model_dir:
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)  # it cannot end by itself
             # A process that is not stopped yet takes SIGTERM first: the kernel delivers the lower number.
-            while not all(_is_stopped(pid) for pid in pids):
+            while not all(is_stopped(pid) for pid in pids):
                 await asyncio.sleep(0.02)
             process.send_signal(signal.SIGTERM)
             while not all(_has_pending_sigterm(pid) for pid in pids):
@@ -125,11 +126,6 @@ async def test_a_second_sigterm_ends_several_router_processes_at_once(model_dir:
 
 def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def _is_stopped(pid: int) -> bool:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
 
 def _has_pending_sigterm(pid: int) -> bool:

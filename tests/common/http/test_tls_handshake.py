@@ -113,7 +113,21 @@ async def test_handshakes_have_the_share_of_their_address(
         assert await served_line(host, port) == b"HTTP/1.1 200 OK\r\n"
 
 
-async def test_a_failed_handshake_leaves_nothing_for_the_garbage_collector(served: TlsFiles) -> None:
+def n_ends() -> int:
+    return sum(isinstance(each, sslproto.SSLProtocol) for each in gc.get_objects())
+
+
+async def test_a_failed_handshake_leaves_nothing_for_the_garbage_collector(
+    served: TlsFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_made, make = 0, sslproto.SSLProtocol.connection_made
+
+    def counted(end: sslproto.SSLProtocol, transport: asyncio.BaseTransport) -> None:
+        nonlocal n_made
+        n_made += 1
+        make(end, transport)
+
+    monkeypatch.setattr(sslproto.SSLProtocol, "connection_made", counted)
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
         trusting().wrap_bio(incoming, outgoing).do_handshake()
@@ -127,8 +141,7 @@ async def test_a_failed_handshake_leaves_nothing_for_the_garbage_collector(serve
                     writer.write(data)
                     await asyncio.sleep(0.02)
                     writer.close()
-            await asyncio.sleep(0.2)
-            left = [end for end in gc.get_objects() if isinstance(end, sslproto.SSLProtocol)]
+            while n_made < 15 or n_ends():
+                await asyncio.sleep(0.01)
         finally:
             gc.enable()
-    assert not left

@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from libs.common.transport.base import KvTransport, ReadOp, TransferTimeout
 from libs.common.transport.registered_memory import PageAlignedMemory
+from tests.support.processes.process_checks import suspend
 
 ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
@@ -60,13 +60,7 @@ def registered(transport: KvTransport, n_bytes: int) -> PageAlignedMemory:
 
 
 def stop(peer: Peer) -> None:
-    """Send SIGSTOP, and wait until all threads of the process have stopped."""
-    peer.process.send_signal(signal.SIGSTOP)
-    tasks = Path(f"/proc/{peer.process.pid}/task")
-    deadline = time.monotonic() + WAIT_S
-    while any((task / "stat").read_text().rsplit(")", 1)[1].split()[0] != "T" for task in tasks.iterdir()):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    suspend(peer.process)
 
 
 def stop_slowly(transport: Any) -> None:

@@ -31,6 +31,7 @@ from tests.support.clusters.disturbance import undisturbed
 from tests.support.clusters.fake_engines import fake_engine_config
 from tests.support.clusters.local_cluster import PATIENCE_S, LocalCluster, until
 from tests.support.fixture_dirs import lasting_dir
+from tests.support.processes.process_checks import is_stopped
 
 STORE = "kvstore-0"
 PREFILLERS = ("prefill-0", "prefill-1")
@@ -261,7 +262,7 @@ def test_a_stopped_store_delays_only_requests_in_flight(site: Site) -> None:
     pid = site.cluster.pid(STORE)
     os.kill(pid, signal.SIGSTOP)
     try:
-        until(lambda: _state(pid) == "T", what="a stopped process")
+        until(lambda: is_stopped(pid), what="a stopped process")
         skipped = {name: site.figure(SKIPPED, name) for name in PREFILLERS}
         site.run_until(
             lambda: all(site.figure(SKIPPED, name) > skipped[name] for name in PREFILLERS),
@@ -275,10 +276,6 @@ def test_a_stopped_store_delays_only_requests_in_flight(site: Site) -> None:
         os.kill(pid, signal.SIGCONT)
     site.use_the_disk()
     site.cluster.assert_idle()
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.soak

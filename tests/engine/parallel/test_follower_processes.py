@@ -16,7 +16,7 @@ import pytest
 from libs.engine.parallel import follower_processes
 from libs.engine.parallel.follower_processes import FollowerProcesses
 from libs.engine.parallel.sizes import parse_sizes
-from tests.support.processes.process_checks import all_gone, eventually
+from tests.support.processes.process_checks import all_gone, eventually, is_stopped
 
 # Rank 0 that starts a rank which then waits for it. Its memory of pages shows how far that one is.
 RANK_0 = """
@@ -35,10 +35,6 @@ sys.stdin.read()
 
 def has_pages(pid: int) -> bool:
     return "memfd:pages" in Path(f"/proc/{pid}/maps").read_text()
-
-
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 async def test_a_stopped_rank_ends_with_rank_0() -> None:

@@ -20,12 +20,14 @@ from libs.common.etcd.client import EtcdClient
 from libs.common.transport.base import KvTransport
 from libs.common.transport.registered_memory import PageAlignedMemory
 from services.kvstore.core.puts import Fenced
-from slipstream.errors import FailedPrecondition
+from slipstream.errors import FailedPrecondition, Unavailable
 from slipstream.rpc.rpc_errors import from_rpc_error
+from slipstream.v1 import kvstore_pb2
 from tests.kvstore.node import BLOCK_BYTES, Client, KvstoreProcess
 from tests.kvstore.store_rig import BLOCK_BYTES as RIG_BLOCK_BYTES
 from tests.kvstore.store_rig import Rig, keys
 from tests.support.processes.etcd_process import EtcdProcess
+from tests.support.processes.process_checks import suspend
 
 
 class Pair:
@@ -40,6 +42,14 @@ class Pair:
                 there = (await self.etcd.get_prefix(WORKERS_PREFIX)).entries
                 if any(name.endswith(f"/{instance}") for name in there) == expected:
                     return
+                await asyncio.sleep(0.05)
+
+    async def reserves(self, client: Client, numbers: list[int]) -> kvstore_pb2.ReserveResponse:
+        """Reserve as soon as the node is in the fleet: a slow machine may lose a lease, and gets the next."""
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    return await client.reserve(numbers)
                 await asyncio.sleep(0.05)
 
     async def takes_blocks(self, client: Client, numbers: list[int]) -> None:
@@ -91,15 +101,19 @@ async def pair(tmp_path: Path, transport: KvTransport) -> AsyncIterator[Pair]:
 async def test_a_node_stopped_beyond_its_lease_refuses_earlier_reservations(pair: Pair) -> None:
     (away, other), (node, _) = pair.clients, pair.nodes
     await pair.takes_blocks(away, [0, 1])
-    reserved = await away.reserve([2, 3])
-    os.kill(node.process.pid, signal.SIGSTOP)
+    reserved = await pair.reserves(away, [2, 3])
+    suspend(node.process)
     await pair.in_fleet("kv-0", expected=False)
     # Meanwhile the chain continues on another node.
     await pair.takes_blocks(other, [0, 1, 2, 3])
     os.kill(node.process.pid, signal.SIGCONT)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await away.commit(reserved.reservation_id, [away.source(0, 2), away.source(1, 3)])
-    assert isinstance(from_rpc_error(caught.value), FailedPrecondition)
+    refusal: Exception = Unavailable("")
+    async with asyncio.timeout(60):
+        while isinstance(refusal, Unavailable):  # the connection may end with the stop
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await away.commit(reserved.reservation_id, [away.source(0, 2), away.source(1, 3)])
+            refusal = from_rpc_error(caught.value)
+    assert isinstance(refusal, FailedPrecondition)
     assert len(await away.lookup([0, 1, 2, 3])) == 2  # it still serves its blocks
     # Back in the fleet, the node accepts blocks.
     await pair.in_fleet("kv-0", expected=True)

@@ -157,8 +157,8 @@ async def test_no_call_waits_beyond_its_time_out(
 async def test_refused_tries_share_the_time_out_that_the_caller_gives(
     kind: type[Client | AsyncClient], method: str, given: tuple[Any, ...]
 ) -> None:
-    with _refusing(Overloaded("full", retry_after_ms=1500), n_failures=9) as (router, endpoint):
-        found = await _called(kind(endpoint), method, *given, timeout_s=1.0)
+    with _refusing(Overloaded("full", retry_after_ms=15_000), n_failures=1) as (router, endpoint):
+        found = await _called(kind(endpoint), method, *given, timeout_s=10.0)
     assert isinstance(found, Overloaded) and router.n_calls == 1
 
 

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 from tests.support.processes.launching import ServiceProcess
 
@@ -20,18 +21,22 @@ def alive(pid: int) -> bool:
         return False
 
 
-def suspend(process: subprocess.Popen[bytes] | ServiceProcess) -> None:
-    """SIGSTOP. Returns when every thread has stopped: until then one may still answer."""
+def suspend(process: subprocess.Popen[Any] | ServiceProcess) -> None:
+    """SIGSTOP. Returns when every thread has stopped."""
     process.send_signal(signal.SIGSTOP)
     deadline_s = time.monotonic() + 60
-    while not _stopped(process.pid):
+    while not is_stopped(process.pid):
         if time.monotonic() > deadline_s:
             raise RuntimeError(f"process {process.pid} did not stop")
         time.sleep(0.01)
 
 
-def _stopped(pid: int) -> bool:
-    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+def is_stopped(pid: int) -> bool:
+    """Whether every thread has stopped: until then one may still answer."""
+    try:
+        stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:  # a thread has ended meanwhile
+        return False
     return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 

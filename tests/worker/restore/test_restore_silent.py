@@ -23,6 +23,7 @@ from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from supervisor.configuration.cluster_options import DEFAULT_MODEL
 from supervisor.ports import free_ports
 from tests.support.clusters.worker_processes import WorkerProcess
+from tests.support.processes.process_checks import is_stopped
 from tests.support.stubs.remote_prompt import RemotePrompt
 from tests.worker.kvstore_node import running_kvstore
 from tests.worker.nodes import (
@@ -65,10 +66,6 @@ def counted(node: Node, name: str) -> int:
     return int(node.core.counters.snapshot().get(f"slipstream_kv_restores_{name}_total", 0))
 
 
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 class StoppedProcess:
     """Context in which a worker process is stopped by SIGSTOP."""
 
@@ -77,7 +74,7 @@ class StoppedProcess:
 
     async def __aenter__(self) -> None:
         os.kill(self._pid, signal.SIGSTOP)
-        await eventually(lambda: state_of(self._pid) == "T", "a stopped process")
+        await eventually(lambda: is_stopped(self._pid), "a stopped process")
 
     async def __aexit__(self, *_: object) -> None:
         os.kill(self._pid, signal.SIGCONT)

@@ -75,17 +75,25 @@ async def test_a_client_that_leaves_as_it_is_refused_is_no_error(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    n_begun = 0
+
     async def refuse_late(*_: Any, **__: Any) -> Any:
-        time.sleep(0.5)  # noqa: ASYNC251 - the call's deadline passes, and the loop does not see it
+        nonlocal n_begun
+        n_begun += 1
+        time.sleep(timeout_s + 0.4)  # noqa: ASYNC251 - the deadline passes, and the loop does not see it
         raise errors.Overloaded("full", retry_after_ms=1)
 
     told: list[str] = []
     monkeypatch.setattr(Counters, "observe", lambda _, name, *values, **more: told.append(name))
     monkeypatch.setattr(router.manager, "begin", refuse_late)
-    with pytest.raises(grpc.aio.AioRpcError) as late:
-        async for _ in client._stub.Generate(router_pb2.GenerateRequest(chat=chat_of(HELLO)), timeout=0.1):
-            pass
-    assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    request = router_pb2.GenerateRequest(chat=chat_of(HELLO))
+    for timeout_s in (0.1, 1.0, 10.0):  # until the call reaches the router in time
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            async for _ in client._stub.Generate(request, timeout=timeout_s):
+                pass
+        assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        if n_begun:
+            break
     await eventually(lambda: "slipstream_refusal_seconds" in told)
     assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
 
