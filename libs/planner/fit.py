@@ -204,7 +204,7 @@ def kv_shares(model: ModelShape, cut: Cut) -> int:
 
 def _stage_tokens(token_bytes: int, cut: Cut, model: ModelShape, room: int, window_bytes: int) -> int:
     shares = kv_shares(model, cut)
-    room -= window_bytes // min(cut.tp, model.kv_heads)
+    room -= window_bytes * cut.dp // shares  # the windows of one sequence of the card
     if room <= 0:
         return 0
     if not token_bytes:

@@ -106,10 +106,16 @@ def test_scout_on_two_h200() -> None:
     assert model.kv_window_bytes / GIB == pytest.approx(1.125)
     plan = make_plan(model, *parse_cards("2xh200-141"))
     assert plan.chosen.fit.kv_tokens > 1_220_000
-    fit = fit_memory(model, Cut(2), CardMemory(parse_cards("2xh200")[1].visible_bytes))
-    room_bytes = fit.card_free_bytes - model.kv_window_bytes // 2  # each card has half of the KV's heads
-    assert fit.kv_tokens == 2 * room_bytes // model.kv_token_bytes
     assert fit_memory(model, Cut(2), CardMemory(1 << 30)).kv_tokens == 0
+
+
+@pytest.mark.parametrize(("cut", "parts"), [(Cut(2), 2), (Cut(2, dp=2), 1)])
+def test_a_card_keeps_the_windows_of_one_sequence(cut: Cut, parts: int) -> None:
+    """Each of two cards has half of the KV's heads, or all heads for other sequences."""
+    model = scout()
+    fit = fit_memory(model, cut, CardMemory(parse_cards("2xh200")[1].visible_bytes))
+    room_bytes = fit.card_free_bytes - model.kv_window_bytes // parts
+    assert fit.kv_tokens == 2 * room_bytes // model.kv_token_bytes
 
 
 def test_kv_is_divided_over_the_cards_that_hold_no_copy_of_it() -> None:
