@@ -123,7 +123,8 @@ class RouterFleet:
         """Whether both tiers are there: a prefill and a decode worker of one fingerprint."""
         fingerprint = self.fingerprint()
         return fingerprint is not None and all(
-            self._ready(role, fingerprint) for role in (Role.PREFILL, Role.DECODE)
+            any(link.ready and link.fingerprint == fingerprint for link in self.links_of(role))
+            for role in (Role.PREFILL, Role.DECODE)
         )
 
     @property
@@ -236,15 +237,6 @@ class RouterFleet:
         """Return when `version` is another than `seen`."""
         while self._version == seen:
             await self._changed.wait()
-
-    def _ready(
-        self, role: Role, fingerprint: common_pb2.Fingerprint, without: Set[str] = frozenset()
-    ) -> list[WorkerConnection]:
-        return [
-            link
-            for link in self.links_of(role)
-            if link.ready and link.key not in without and link.fingerprint == fingerprint
-        ]
 
     def _log_strangers(self) -> None:
         """Log once why a worker that answers gets no requests."""
