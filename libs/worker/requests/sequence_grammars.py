@@ -32,7 +32,7 @@ class SequenceGrammars:
     def __init__(self, model_dir: Path | None, *, vocab_size: int) -> None:
         self._model_dir = model_dir
         self._vocab_size = vocab_size
-        self._factory = ConstraintFactory(self._load, n_threads=max(1, min(8, os.cpu_count() or 1)))
+        self._factory = ConstraintFactory(self._load, n_threads=min(8, os.cpu_count() or 1))
         self._threads = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="grammar")
         self._n_free = _COMPILE_THREADS
         self._queue: CompileQueue[_Work] = CompileQueue(most_running=_TENANT_THREADS)
