@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import tracemalloc
@@ -9,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from libs.structured.answer_grammar import OutputFormat
 from libs.structured.constraint import GrammarConstraint
@@ -16,9 +19,10 @@ from libs.structured.grammar_cache import compile_grammar
 from libs.structured.grammar_check import CheckRequest, check_grammar
 from libs.structured.key_guard import KeyGuard
 from libs.structured.stated_keys import TEXT, stated_keys
+from libs.structured.token_bytes import TokenBytes
 from libs.structured.tool_grammar import CallableTool
 from libs.structured.vocabulary import GrammarVocabulary
-from libs.text.special_tokens import TOOL_CALL_ARGUMENT_BEGIN, TOOL_CALL_BEGIN, TOOL_CALL_END
+from libs.text.special_tokens import TOOL_CALL_ARGUMENT_BEGIN, TOOL_CALL_BEGIN, TOOL_CALL_END, special_ids
 from libs.text.tokenizer import Tokenizer
 from slipstream.errors import InvalidArgument
 from slipstream.sampling import OutputConstraint
@@ -70,8 +74,9 @@ def test_each_tool_and_the_text_compare_keys_by_their_own_schema(
     assert is_taken(("g", repeating), ("h", repeating), ("g", repeating))
     assert is_taken(("h", repeating), ("f", '{"a":1,"a":2,"b":1,"c":1}'), ("g", repeating))
     assert not is_taken(("g", repeating), ("f", '{"a":1,"a":2,"b":1}'))
+    assert is_taken(("h", '{"c":1}')) and not is_taken(("g", '{"c":1}'))
     if output is not None:
-        texts = {"regex": '{"a","a"}', "json_schema": repeating}
+        texts = {"regex": '{"a","a"}', "json_schema": '{"a":1,"a":2,"a":3,"a":4}'}
         state = _state(grammar, vocabulary)
         state.advance(tokenizer.encode_text(texts[output.kind]))
         assert bool(state.failure) == ("minProperties" in (output.content or ()))
@@ -187,6 +192,49 @@ def test_the_guard_keeps_no_more_keys_than_an_object_needs(
     assert inner is not None
     assert sorted(inner) == [b"k0", b"k1", b"k2", b"k3", b"k4"]
     assert all(map(guard.consume, tokenizer.encode_text('"k1":0,"k1":0}')))
+
+
+@pytest.fixture(scope="module")
+def dense_tokens() -> TokenBytes:
+    """All bytes, and all texts of two or three of the signs around keys."""
+    texts = [bytes(signs) for n in (2, 3) for signs in itertools.product(b'"\\{}[,:a', repeat=n)]
+    ranks = {text: token for token, text in enumerate([*(bytes((byte,)) for byte in range(256)), *texts])}
+    return TokenBytes(Tokenizer(ranks, special_ids(len(ranks), None)))
+
+
+_KEYS = st.sampled_from(["a", "aa", "", ",", "}", r"\\", r"\"a", r"a\\"])
+
+
+def _objects(values: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    pairs = st.lists(st.tuples(_KEYS, values), max_size=5)
+    return pairs.map(lambda items: "{" + ",".join(f'"{key}":{value}' for key, value in items) + "}")
+
+
+_VALUES = st.recursive(
+    st.sampled_from(["1", '""', '"a"', r'"\""', r'"\\"']),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2).map(lambda items: f"[{','.join(items)}]"),
+        _objects(inner),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=25)
+@given(_objects(_VALUES), st.floats(0, 1), st.integers(1, 4))
+def test_a_mask_loses_the_tokens_that_repeat_a_key_or_end_too_early(
+    dense_tokens: TokenBytes, text: str, part: float, n_distinct: int
+) -> None:
+    guard = KeyGuard({TEXT: n_distinct}, dense_tokens)
+    all(map(guard.consume, text[: int(part * len(text))].encode()))
+    n_tokens = 1 + max(max(tokens) for tokens in dense_tokens.by_head.values())
+    row = np.full(-(-n_tokens // 32), -1, dtype=np.int32)
+    guard.restrict(row)
+    allowed = np.unpackbits(row.view(np.uint8), bitorder="little")
+    for token in range(n_tokens):
+        after = guard._after(guard.place, token)
+        is_good = after is not None and after.n_repeated == guard.place.n_repeated
+        assert allowed[token] == is_good, dense_tokens.of(token)
 
 
 @pytest.mark.parametrize("stated", [3, {"f": "3"}, [], None])

@@ -62,4 +62,4 @@ def test_the_bound_counts_text_of_the_longest_branch() -> None:
 
 @given(st.text(st.sampled_from("ab{}[]()|\\\\?*+,019p<"), max_size=60))
 def test_any_text_is_read(regex: str) -> None:
-    assert forces_much(regex + "{12}") in (True, False)
+    assert forces_much(f"{regex}{{{MAX_FORCED_CHARS}}}") in (True, False)
