@@ -211,17 +211,12 @@ class FleetState:
     def put(self, key: str, value: bytes) -> None:
         """Apply a record. Raises ValueError for a malformed one, or one too many, which changes nothing."""
         record = decode_worker(key, value)
+        old, new = (self._workers, self._leaving) if record.leaving else (self._leaving, self._workers)
+        if key not in new and len(new) >= MAX_FLEET_RECORDS:
+            raise ValueError(f"{MAX_FLEET_RECORDS} workers {'leave' if record.leaving else 'work'} already")
         self._suspect_until.pop(key, None)
-        if key not in self._workers and len(self._workers) >= MAX_FLEET_RECORDS and not record.leaving:
-            raise ValueError(f"the fleet has {MAX_FLEET_RECORDS} workers already")
-        if record.leaving:
-            if key not in self._leaving and len(self._leaving) >= MAX_FLEET_RECORDS:
-                raise ValueError(f"{MAX_FLEET_RECORDS} workers leave already")
-            self._workers.pop(key, None)
-            self._leaving[key] = record.worker
-        else:
-            self._leaving.pop(key, None)
-            self._workers[key] = record.worker
+        old.pop(key, None)
+        new[key] = record.worker
 
     def mark_suspect(self, key: str, *, now_s: float) -> None:
         """Apply the deletion of a record."""

@@ -126,14 +126,17 @@ def test_a_fleet_has_a_bounded_number_of_records(monkeypatch: pytest.MonkeyPatch
     state = FleetState(hold_s=10)
     for number in (0, 1, 1):
         state.put(decode(number).key, encode_worker(decode(number)))
-    with pytest.raises(ValueError, match="2 workers already"):
+    with pytest.raises(ValueError, match="2 workers work already"):
         state.put(decode(2).key, encode_worker(decode(2)))
     state.put(decode(0).key, encode_worker(decode(0), leaving=True))
     state.put(decode(2).key, encode_worker(decode(2)))
     assert state.snapshot() == FleetSnapshot.of([decode(1), decode(2)], leaving=[decode(0)])
     state.put(decode(1).key, encode_worker(decode(1), leaving=True))
+    state.mark_suspect(decode(2).key, now_s=0)
     with pytest.raises(ValueError, match="2 workers leave already"):
         state.put(decode(2).key, encode_worker(decode(2), leaving=True))
+    state.expire(now_s=10)
+    assert not state.snapshot().workers
 
 
 @pytest.fixture(autouse=True)
