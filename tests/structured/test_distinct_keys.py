@@ -237,6 +237,15 @@ def test_a_mask_loses_the_tokens_that_repeat_a_key_or_end_too_early(
         assert allowed[token] == is_good, dense_tokens.of(token)
 
 
+def test_a_token_that_repeats_a_key_stays_where_no_other_may_follow(dense_tokens: TokenBytes) -> None:
+    guard = KeyGuard({TEXT: 2}, dense_tokens)
+    assert all(map(guard.consume, b'{"a":1,"a'))
+    row = np.zeros(20, dtype=np.int32)
+    row[1] = only_a_quote = 1 << ord('"') % 32
+    guard.restrict(row)
+    assert row[1] == only_a_quote
+
+
 @pytest.mark.parametrize("stated", [3, {"f": "3"}, [], None])
 def test_a_malformed_number_of_keys_is_refused(stated: Any) -> None:
     with pytest.raises(InvalidArgument, match="x-slipstream-distinct-keys"):
