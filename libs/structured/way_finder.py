@@ -64,11 +64,11 @@ class WayFinder:
         self._byte_ids = vocabulary.byte_ids
         self._ends, self._structure = vocabulary.end_ids, vocabulary.structure_ids
         self._text, self._closing_text, self._closing, *self._continuing = (
-            [vocabulary.byte_ids[byte] for byte in group if byte in vocabulary.byte_ids]
+            [vocabulary.byte_ids[byte] for byte in group]
             for group in (_OF_TEXT, b'"', b'}]",:', *_CONTINUING)
         )
-        self._digits = [vocabulary.byte_ids[byte] for byte in b"0123456789" if byte in vocabulary.byte_ids]
-        self._minus = [vocabulary.byte_ids[byte] for byte in b"-" if byte in vocabulary.byte_ids]
+        self._digits = [vocabulary.byte_ids[byte] for byte in b"0123456789"]
+        self._minus = [vocabulary.byte_ids[byte] for byte in b"-"]
         self._endings = [[vocabulary.byte_ids[byte] for byte in ending] for ending in _ENDINGS]
 
     def find(self, matcher: LLMatcher, guard: KeyGuard | None, most: int) -> WayOut | None:
@@ -107,7 +107,7 @@ class WayFinder:
             others = (self._tokens.of(other) for other in _all(mask))
             if any(raw is None or raw[0] != byte for raw in others):
                 return False
-            if byte not in self._byte_ids or not matcher.consume_token(self._byte_ids[byte]):
+            if not matcher.consume_token(self._byte_ids[byte]):
                 return False
         return True
 
