@@ -218,9 +218,7 @@ class DraftGate:
             return False
         if self.is_forced or bucket.has_plain_trial or len(bucket.window) < self.limits.baseline_steps:
             return False
-        return (
-            (is_time or self._is_slower(bucket)) if bucket.on else is_time and self._trial is _TrialPhase.NONE
-        )
+        return is_time or self._is_slower(bucket) if bucket.on else self._trial is _TrialPhase.NONE
 
     def _is_slower(self, bucket: _Bucket) -> bool:
         """Whether drafts now cost more than steps without them did; looked at once in a while."""
