@@ -183,6 +183,24 @@ def test_an_answer_with_room_is_left_alone(vocabulary: GrammarVocabulary) -> Non
     assert not held.is_closing
 
 
+def test_drafts_are_allowed_up_to_the_next_look(vocabulary: GrammarVocabulary) -> None:
+    output = OutputFormat("json_schema", PERSON)
+    tokens = answer(state(output, vocabulary, 0), vocabulary, seed=1, max_tokens=150)
+    constraint = state(output, vocabulary, 200)
+    end = constraint._end
+    assert end is not None and end.way is None
+    assert 0 < constraint.count_allowed(tokens) == end.n_left - end.look_at - 1 < len(tokens)
+
+
+def test_a_text_that_may_end_within_a_token_is_not_kept(
+    vocabulary: GrammarVocabulary, tokenizer: Tokenizer
+) -> None:
+    [token], [other] = tokenizer.encode_text(" item"), tokenizer.encode_text("x")
+    finder = way_finder.WayFinder(vocabulary)
+    for grammar, is_kept in (('start: " item"', True), ('start: " it" "em"?', False)):
+        assert finder.keeps_text(token, other, compile_grammar(grammar, vocabulary)) is is_kept
+
+
 def test_a_call_is_cut_so_that_it_does_not_look_whole(vocabulary: GrammarVocabulary) -> None:
     grammar = answer_grammar(None, [CallableTool("look", PERSON)], vocabulary.special_ids)
     constraint = constraint_of(grammar, vocabulary, 120)
