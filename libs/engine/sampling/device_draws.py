@@ -16,7 +16,7 @@ import torch
 
 from libs.engine.sampling.counter_rng import uniform
 from libs.engine.sampling.logits_processors import is_adjusted
-from libs.engine.sampling.sampler import GREEDY_BELOW, invert_cdf
+from libs.engine.sampling.sampler import GREEDY_BELOW, invert_cdf, is_cut
 from libs.engine.step.step_model import BAD_TOKEN, SequenceRows
 
 # (scaled [R, V], weights [R, V], min_p_log, top_k, top_p) -> the least scaled logit that each row may draw.
@@ -61,7 +61,7 @@ def draw_arrays(sequences: Sequence[SequenceRows]) -> DrawArrays:
     """The parameters of all sampled rows, in order."""
     per_row = [(s.params, s.first_index + j) for s in sequences for j in range(s.n_sampled)]
     drawn = [params.temperature >= GREEDY_BELOW for params, _ in per_row]
-    cut = [p.min_p > 0 or p.top_k > 0 or p.top_p < 1 for p, _ in per_row]
+    cut = [is_cut(p) for p, _ in per_row]
     return DrawArrays(
         np.array([p.temperature for p, _ in per_row], np.float32),
         np.array([math.log(p.min_p) if p.min_p > 0 else -math.inf for p, _ in per_row], np.float32),

@@ -70,12 +70,17 @@ def sample(
     return chosen, _logprobs(raw, asking, chosen, per_row)
 
 
+def is_cut(params: SamplingParams) -> bool:
+    """Whether tokens are drawn from a part of the vocabulary."""
+    return params.min_p > 0 or params.top_k > 0 or params.top_p < 1
+
+
 def _draw(logits: torch.Tensor, params: Sequence[SamplingParams], draws: Sequence[float]) -> torch.Tensor:
     """Draw by inverse CDF: the first token at which the cumulated probability exceeds the draw."""
     scaled = logits / _column(logits, [p.temperature for p in params])
     scaled -= scaled.amax(dim=-1, keepdim=True)
     weights = scaled.exp()
-    if any(p.min_p > 0 or p.top_k > 0 or p.top_p < 1 for p in params):
+    if any(is_cut(p) for p in params):
         weights.masked_fill_(scaled < _threshold(scaled, weights, params), 0.0)
     return invert_cdf(weights, torch.tensor(draws, dtype=torch.float64, device=logits.device)[:, None])
 
