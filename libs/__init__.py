@@ -1,4 +1,4 @@
-"""Libraries of the services: common, engine, text, worker.
+"""Libraries of the services, and the planner of `slipstream plan`. ARCHITECTURE.md has their layers.
 
 Must not import `services` or `supervisor`.
 """

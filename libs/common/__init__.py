@@ -1,4 +1,5 @@
-"""Shared parts of all services: discovery, RPC, transfers, errors, bounds.
+"""Shared parts of all services: discovery, serving, transfers, telemetry, settings, bounds.
 
-Must not import `torch`, `engine`, `worker` or `services`.
+`slipstream/` has what clients share as well: dialling, TLS, tokens, errors. Must not
+import `torch`, `engine`, `worker` or `services`.
 """

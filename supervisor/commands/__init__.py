@@ -1,4 +1,4 @@
-"""Commands of the local cluster: `slipstream up`, `down`, `kill`, `drain`, `restart`, `status`, `route`.
+"""Commands of the local cluster (`slipstream up`, `drain`, `status`), and `config`, `plan` and `route`.
 
 `slipstream.cli` finds them by entry points; nothing else imports them. Must not import `bench`, `models` or
 `tests`.

@@ -1,4 +1,5 @@
-"""Events about stored and removed KV blocks: a node's log, the service that streams it, a watcher's view.
+"""Events about stored and removed KV blocks: a node's log, and the service that streams it.
 
-Must not import `cluster`, `etcd`, `rpc` or `transport`.
+`slipstream/block_view.py` is a watcher's view. Must not import `cluster`, `etcd`, `rpc` or
+`transport`.
 """

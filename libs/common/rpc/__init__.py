@@ -1,4 +1,5 @@
-"""gRPC in one form for all services: dialing, serving, TLS, errors, tracing, metrics.
+"""gRPC of all services: the server, who may call it, its health, and streams of many commands.
 
-Must not import `cluster`, `etcd`, `http`, `kv_events` or `transport`.
+Channels, tokens and errors are in `slipstream/rpc/`. Must not import `cluster`, `etcd`, `http`,
+`kv_events` or `transport`.
 """

@@ -1,4 +1,4 @@
-"""The surfaces that clients speak to: HTTP in OpenAI's form, and gRPC.
+"""The APIs for clients: HTTP in the forms of OpenAI, Anthropic and Workers AI, and gRPC.
 
 Both build `request` types. Must not import `autoscale`, `console` or `operators`.
 """

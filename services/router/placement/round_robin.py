@@ -1,4 +1,4 @@
-"""Round robin of cold requests, of which no worker holds KV, over prefill workers. Pure."""
+"""Round robin of cold requests (policy.py) over prefill workers. Pure."""
 
 from __future__ import annotations
 
