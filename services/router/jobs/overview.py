@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from libs.common.telemetry.counters import Counters
 from libs.database.database import Database
 from libs.database.transaction import SqlTransaction, SqlValue
-from services.router.jobs.rows import JOB_COLUMNS, count_ended, counts_of, end_job, job_of
+from services.router.jobs.rows import (
+    JOB_COLUMNS,
+    count_ended,
+    counts_of,
+    end_job,
+    host_of,
+    job_of,
+    unknown_job,
+)
 from services.router.jobs.schema import JOB_SCHEMA
 from services.router.jobs.types import Job, JobCounts, JobState
-from slipstream.bound import shown
-from slipstream.errors import NotFound
 
 RATE_S = 60.0
 
@@ -115,12 +120,12 @@ class JobOverview:
         def read(tx: SqlTransaction) -> JobDetail:
             rows = tx.execute(sql, (job_id,))
             if not rows:
-                raise NotFound(f"there is no job {shown(job_id)}", field="id")
+                raise unknown_job(job_id)
             *columns, owner, failures, not_before_s, n_bytes, url = rows[0]
             due = tx.execute("SELECT tries FROM job_notices WHERE id = ?", (f"msg_{job_id}",))
             hook = None
             if url:
-                hook = JobWebhook(urlsplit(url).hostname or "", bool(due), due[0][0] if due else 0)
+                hook = JobWebhook(host_of(url), bool(due), due[0][0] if due else 0)
             router = str(owner).rpartition(".")[0]
             return JobDetail(job_of(columns), router, failures, not_before_s, n_bytes, hook)
 

@@ -205,9 +205,8 @@ class JobPuller:
     async def _release_newest(self, n: int) -> None:
         """Give back what has not started, then the newest jobs that run."""
         while self._claimed and n > 0:
-            job = self._claimed[-1]
+            job = self._claimed.pop()  # before the call, amid which a heartbeat may take out others
             await self._leases.release(self._owner, job.id, job.attempt, _AGAIN)
-            self._claimed.pop()
             n -= 1
         stopping = sum(running.stop_reason is not None for running in self._running.values())
         for running in list(reversed(self._running.values()))[: max(0, n - stopping)]:

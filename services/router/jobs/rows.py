@@ -14,6 +14,8 @@ import msgspec
 from libs.common.telemetry.counters import Counters
 from libs.database.transaction import SqlTransaction, SqlValue
 from services.router.jobs.types import Job, JobCounts, JobState
+from slipstream.bound import shown
+from slipstream.errors import NotFound
 
 JOB_COLUMNS = (
     "id, tenant, state, path, reference, group_id, attempt, status, error, output_tokens,"
@@ -49,6 +51,11 @@ def count_ended(counters: Counters, state: JobState, n: int = 1) -> None:
     """Count jobs that this router ended."""
     if n:
         counters.add("slipstream_jobs_ended_total", n, (state.value,))
+
+
+def unknown_job(job_id: str) -> NotFound:
+    """The error for an id that no job has."""
+    return NotFound(f"there is no job {shown(job_id)}", field="id")
 
 
 def host_of(url: str) -> str:

@@ -19,11 +19,19 @@ from libs.database.database import Database
 from libs.database.transaction import SqlTransaction, SqlValue
 from services.router.admission.tenant_shares import TenantSlots
 from services.router.jobs.decisions import prefix_key
-from services.router.jobs.rows import JOB_COLUMNS, count_ended, counts_of, end_job, job_of, marks
+from services.router.jobs.rows import (
+    JOB_COLUMNS,
+    count_ended,
+    counts_of,
+    end_job,
+    job_of,
+    marks,
+    unknown_job,
+)
 from services.router.jobs.schema import JOB_SCHEMA
 from services.router.jobs.types import Job, JobCounts, JobRequest, JobResult, JobResultPart, JobState
 from slipstream import bounds
-from slipstream.errors import FailedPrecondition, InvalidArgument, NotFound, Overloaded
+from slipstream.errors import FailedPrecondition, InvalidArgument, Overloaded
 
 T = TypeVar("T")
 _NEXT_LOOK_S = (0.1, 1.0)  # of a follower: after a change, and the longest
@@ -163,7 +171,7 @@ class JobStore:
         """The row of one job: the last two parameters of `sql` are its id and tenant. Raises NotFound."""
         rows = await self._database.read(lambda tx: tx.execute(sql, (*values, job_id, tenant)), tenant=tenant)
         if not rows:
-            raise _unknown(job_id)
+            raise unknown_job(job_id)
         return rows[0]
 
     async def list_jobs(
@@ -342,10 +350,6 @@ def _filter(tenant: str, group_id: str, state: JobState | None) -> tuple[str, tu
     if state is not None:
         where, values = f"{where} AND state = ?", (*values, state.value)
     return where, values
-
-
-def _unknown(job_id: str) -> NotFound:
-    return NotFound(f"there is no job {job_id[:64]!r}", field="id")
 
 
 async def _follow(look: Callable[[], Awaitable[T]], goes_on: Callable[[T], bool]) -> AsyncIterator[T]:

@@ -81,6 +81,32 @@ async def test_jobs_that_are_held_for_long_go_back_to_the_queue(rig: PullerRig) 
     await rig.until_states(succeeded=2)
 
 
+async def test_a_job_that_is_cancelled_amid_its_release_stops_no_other(
+    rig: PullerRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.room = replace(IDLE, places=2)  # of which jobs get one
+    await rig.tables.submit("a", "b")
+    puller, release = rig.start("r1"), rig.tables.leases.release
+    await rig.until_begun(1)
+    async with asyncio.timeout(30):
+        while not puller._claimed:
+            await asyncio.sleep(0.01)
+    waiting = puller._claimed[-1].id
+
+    async def release_late(owner: str, job_id: str, *rest: Any) -> bool:
+        if job_id == waiting:
+            await rig.tables.store.cancel("alice", job_id)
+            async with asyncio.timeout(30):
+                while puller._claimed:  # until a heartbeat has seen it
+                    await asyncio.sleep(0.01)
+        return await release(owner, job_id, *rest)
+
+    monkeypatch.setattr(rig.tables.leases, "release", release_late)
+    rig.room = replace(rig.room, is_draining=True)
+    await rig.until_states(queued=1, cancelled=1)
+    assert "IndexError" not in caplog.text
+
+
 async def test_a_job_that_waited_for_too_long_begins_beside_live_requests(rig: PullerRig) -> None:
     rig.room = Headroom(True, 8, 3, 8, 0, live_ended_s=0.0)
     rig.start("r1")
