@@ -150,10 +150,13 @@ class Limiter:
         )
 
     def settle(self, subject: str, kind: LimitKind, limit: int, window: LimitWindow, amount: int) -> None:
-        """Use `amount` more or less than was taken in `window`. In a later window only more counts."""
+        """Use `amount` more or less than was taken in `window`. In a later window only more counts.
+
+        `limit`: as it was then; a lease that is there keeps the limit of now.
+        """
         if not amount:
             return
-        held = self._current(subject, kind, limit)
+        held = self._held_now(subject, kind) or self._current(subject, kind, limit)
         if held.window == window or amount > 0:
             held.lease.use(amount)
 
@@ -213,15 +216,19 @@ class Limiter:
         n_routers = self._routers()
         if not self._is_shared:
             limit, n_routers = max(1, limit // n_routers), 1
-        held = self.leases.get((subject, kind))
-        now = self.wall_clock_s()
-        if held is None or not _covers(held.window, now):
+        held = self._held_now(subject, kind)
+        if held is None:
+            now = self.wall_clock_s()
             lease = Lease(limit, n_routers=n_routers, renewed_unix_s=now)
             held = self.leases[subject, kind] = HeldLease(window_of(kind, now), lease)
         elif held.lease.limit != limit:  # the file of keys has changed
             held.lease.limit = limit
             held.lease.is_changed = True
         return held
+
+    def _held_now(self, subject: str, kind: LimitKind) -> HeldLease | None:
+        held = self.leases.get((subject, kind))
+        return held if held is not None and _covers(held.window, self.wall_clock_s()) else None
 
     def _check(self, subject: str, kind: LimitKind, held: HeldLease, use: LimitedUse) -> None:
         """Raises the refusal. Tokens and spend are estimates: what is left need not cover them."""

@@ -115,6 +115,19 @@ def test_the_tighter_of_key_and_tenant_counts_and_stands_in_the_headers() -> Non
     assert router.limiter.leases["key:laptop", LimitKind.REQUESTS].lease.used == 2
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_the_end_of_a_request_leaves_a_limit_that_was_lowered_meanwhile(is_shared: bool) -> None:
+    source = Source(RateLimits(tokens_per_minute=100))
+    router = Router(source, Clock())
+    router.limiter._is_shared = is_shared
+    before = router.admit(prompt=40, output=50)
+    source.limits = [("key:laptop", RateLimits(tokens_per_minute=30))]
+    assert not router.passes()
+    before.end(n_requests=1, tokens=20, spend_pico=0)
+    lease = router.limiter.leases["key:laptop", LimitKind.TOKENS].lease
+    assert (lease.limit, lease.used) == (30, 20)
+
+
 def test_estimates_of_tokens_are_replaced_when_the_request_ends() -> None:
     clock = Clock()
     router = Router(Source(RateLimits(tokens_per_minute=100)), clock)
