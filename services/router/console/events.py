@@ -142,9 +142,9 @@ class EventHub:
     def _begin(self) -> None:
         self._source.begin()
         self._tasks = [
-            asyncio.create_task(self._send_fleet(), name="console-fleet"),
-            asyncio.create_task(self._send_requests(), name="console-requests"),
-            asyncio.create_task(self._send_jobs(), name="console-jobs"),
+            asyncio.create_task(_repeat(self._send_fleet, self._fleet_every_s), name="console-fleet"),
+            asyncio.create_task(_repeat(self._send_requests, self._list_every_s), name="console-requests"),
+            asyncio.create_task(_repeat(self._send_jobs, _JOBS_S), name="console-jobs"),
         ]
 
     def _end(self) -> None:
@@ -156,34 +156,31 @@ class EventHub:
         self._source.end()
 
     async def _send_fleet(self) -> None:
-        while True:
-            try:
-                self._send("fleet", await self._source.fleet())
-                self._send("rates", self._source.rates())
-            except Exception:
-                log.exception("the console's events failed")
-            await asyncio.sleep(self._fleet_every_s)
+        self._send("fleet", await self._source.fleet())
+        self._send("rates", self._source.rates())
 
     async def _send_jobs(self) -> None:
         """Apart from the fleet, which a slow database must not delay."""
-        while True:
-            try:
-                self._send("jobs", await self._source.jobs())
-            except Exception:
-                log.exception("the console's events of jobs failed")
-            await asyncio.sleep(_JOBS_S)
+        self._send("jobs", await self._source.jobs())
 
     async def _send_requests(self) -> None:
-        while True:
-            changed = self._source.changed_requests(MAX_LISTED)
-            if changed:
-                self._send("request", changed)
-            await asyncio.sleep(self._list_every_s)
+        if changed := self._source.changed_requests(MAX_LISTED):
+            self._send("request", changed)
 
     def _send(self, name: str, data: Any) -> None:
         event = sse_event(name, data)
         for reader in list(self._readers):
             reader.put(event)
+
+
+async def _repeat(send: Callable[[], Awaitable[None]], every_s: float) -> None:
+    """Send until cancelled. Events that fail once come the next time."""
+    while True:
+        try:
+            await send()
+        except Exception:
+            log.exception("the console's events failed")
+        await asyncio.sleep(every_s)
 
 
 def sse_event(name: str, data: Any) -> bytes:

@@ -69,6 +69,20 @@ async def test_nothing_is_made_before_the_first_reader_and_after_the_last() -> N
     assert len(source.calls) == made and hub.readers == 0
 
 
+async def test_a_list_of_requests_that_fails_once_comes_the_next_time() -> None:
+    class FailingSource(FakeSource):
+        def changed_requests(self, limit: int) -> list[dict[str, Any]]:
+            if "failed" not in self.calls:
+                self.calls.append("failed")
+                raise RuntimeError("once")
+            return [{"id": "r"}]
+
+    hub = EventHub(FailingSource(), lists_per_s=1000)
+    async with hub.reading(nothing) as reader, asyncio.timeout(30):
+        while b"event: request\n" not in await reader.next():
+            pass
+
+
 async def test_a_reader_that_does_not_read_is_dropped_and_the_others_read_on() -> None:
     source = FakeSource()
     hub = EventHub(source, fleet_every_s=0.0005, lists_per_s=1000)
