@@ -55,12 +55,16 @@ class Suspect:
     """One request and its strikes. `content` is its digest without the id, needed by `end` after a crash."""
 
     content: bytes = b""
-    strikes: int = 0
-    struck_by: tuple[str, ...] = ()  # the workers of its latest strikes
+    struck_by: tuple[str, ...] = ()  # the workers of its strikes
     workers: tuple[str, ...] = ()  # the workers on which the running attempt is unproven
     tokens: int = 0  # of the running attempt
     silent_workers: tuple[str, ...] = ()  # workers that fell silent under it, and may have crashed
     is_quarantined: bool = False  # the ends of silent workers have decided it
+
+    @property
+    def strikes(self) -> int:
+        """The number of its strikes."""
+        return len(self.struck_by)
 
 
 @dataclass(slots=True)
@@ -168,7 +172,6 @@ class Quarantine:
         """
         if crashed is not None and self._is_strike(suspect, crashed):
             self.record_crash(crashed)
-            suspect.strikes += 1
             suspect.struck_by += (crashed,)
         self._remove(suspect, workers)
 
@@ -205,18 +208,17 @@ class Quarantine:
         """
         if not self._is_strike(suspect, worker):
             return False
-        silence, is_new = self._silent.get(worker), worker not in self._silent
-        if silence is None:
-            silence = self._silent[worker] = _Silence(self._unproven[worker].now())
+        if is_new := worker not in self._silent:
+            self._silent[worker] = _Silence(self._unproven[worker].now())
             if len(self._silent) > MAX_QUARANTINED:
                 self._silent.popitem(last=False)
-        silence.tokens[suspect] = suspect.tokens
+        self._silent[worker].tokens[suspect] = suspect.tokens
         suspect.silent_workers += (worker,)
         return is_new
 
     def clear_strikes(self, suspect: Suspect) -> None:
         """Clear strikes and silent workers of a request that ran to its end, or has proven itself."""
-        suspect.strikes, suspect.struck_by = 0, ()
+        suspect.struck_by = ()
         self._struck.pop(suspect.content, None)
         for worker in suspect.silent_workers:
             if worker in self._silent:
@@ -245,39 +247,37 @@ class Quarantine:
             self.restore_strikes(suspect)
             if worker in suspect.struck_by:  # by an equal request
                 continue
-            ran = silence.ran if suspect.strikes + 1 >= ALONE_STRIKES else silence.ran.beside(elsewhere)
-            was_alone_with_strikes = ran.struck <= (suspect.strikes > 0)
-            suspect.strikes += 1
-            suspect.struck_by += (worker,)
-            is_shown = self._has_strikes(suspect, _needed(ran, tokens))
-            if is_shown and (ran.attempts == 1 or was_alone_with_strikes):
+            if self._strike(suspect, worker, silence.ran, elsewhere, tokens=tokens):
                 suspect.is_quarantined = True
-                self._refuse(suspect.content)
-            else:
-                self._keep(suspect)
 
     def end(self, suspect: Suspect, *, crashed: str | None = None) -> None:
         """Record the attempt's end. Raises Quarantined when a crash of the worker `crashed` decides it."""
         if suspect.struck_by:
-            suspect.strikes -= sum(map(self._was_killed, suspect.struck_by))
             suspect.struck_by = tuple(itertools.filterfalse(self._was_killed, suspect.struck_by))
         if crashed is None or not self._is_strike(suspect, crashed):
             if suspect.workers:
                 self._remove(suspect, suspect.workers)
             self._keep(suspect)
             return
-        ran = self._unproven[crashed].has_crashed()
-        if suspect.strikes + 1 < ALONE_STRIKES:
-            ran = ran.beside(self._unproven[crashed].elsewhere)
-        was_alone_with_strikes = ran.struck <= (suspect.strikes > 0)
+        ran, elsewhere = self._unproven[crashed].has_crashed(), self._unproven[crashed].elsewhere
         self._remove(suspect, suspect.workers)
-        suspect.strikes += 1
-        suspect.struck_by += (crashed,)
-        is_shown = self._has_strikes(suspect, _needed(ran, suspect.tokens))
+        if self._strike(suspect, crashed, ran, elsewhere, tokens=suspect.tokens):
+            raise Quarantined(_CRASHED.format(suspect.strikes))
+
+    def _strike(
+        self, suspect: Suspect, worker: str, ran: CrashedAttempts, elsewhere: CrashedAttempts, *, tokens: int
+    ) -> bool:
+        """Count a crash after so many tokens. Whether it decides: the content is refused from now on."""
+        if suspect.strikes + 1 < ALONE_STRIKES:
+            ran = ran.beside(elsewhere)
+        was_alone_with_strikes = ran.struck <= (suspect.strikes > 0)
+        suspect.struck_by += (worker,)
+        is_shown = self._has_strikes(suspect, _needed(ran, tokens))
         if is_shown and (ran.attempts == 1 or was_alone_with_strikes):
             self._refuse(suspect.content)
-            raise Quarantined(_CRASHED.format(suspect.strikes))
+            return True
         self._keep(suspect)
+        return False
 
     def _is_strike(self, suspect: Suspect, crashed: str) -> bool:
         """Whether the crash is a strike. An attempt and its hedge get one strike for one crash."""
@@ -317,7 +317,6 @@ class Quarantine:
             return
         known = dict.fromkeys((*workers, *suspect.struck_by))
         suspect.struck_by = tuple(itertools.filterfalse(self._was_killed, known))
-        suspect.strikes = len(suspect.struck_by)
 
     def _refuse(self, content: bytes) -> None:
         self._struck.pop(content, None)

@@ -85,7 +85,7 @@ def test_a_quarantined_request_is_refused_for_a_time() -> None:
     clock = Clock()
     quarantine = Quarantine(clock)
     for number in range(MAX_QUARANTINED + 1):
-        poison = Suspect(f"poison {number}".encode(), strikes=1)
+        poison = Suspect(f"poison {number}".encode(), ("v",))
         quarantine.begin(poison, ["w"])
         with pytest.raises(Quarantined):
             quarantine.end(poison, crashed="w")
@@ -116,14 +116,14 @@ def test_the_crash_of_a_worker_after_the_request_left_it_is_no_strike() -> None:
 
 def test_suspects_start_one_at_a_time_on_a_worker() -> None:
     quarantine = Quarantine(Clock())
-    first, second = Suspect(b"1", strikes=1), Suspect(b"2", strikes=1)
+    first, second = Suspect(b"1", ("v",)), Suspect(b"2", ("v",))
     quarantine.begin(first, ["a"])
     assert not quarantine.may_begin(second, ["a"])
     assert quarantine.may_begin(second, ["b"])
     assert quarantine.may_begin(Suspect(b"3"), ["a"])
     quarantine.observe(first, 1)
     assert quarantine.may_begin(second, ["a"])
-    second.strikes = 2
+    second.struck_by = ("v", "w")
     assert not quarantine.may_begin(second, ["a"])
     quarantine.observe(first, PROOF_TOKENS)
     assert quarantine.may_begin(second, ["a"])
@@ -250,7 +250,7 @@ def test_one_crash_under_two_attempts_is_one_strike() -> None:
 def test_a_suspect_that_ends_before_the_exit_report_still_shares_the_crash() -> None:
     """One of two suspects is cancelled while the exit report for the other one is pending."""
     quarantine = Quarantine(Clock())
-    poison, innocent = Suspect(b"poison", strikes=1), Suspect(b"innocent", strikes=1)
+    poison, innocent = Suspect(b"poison", struck_by=("v",)), Suspect(b"innocent", struck_by=("v",))
     for suspect in (poison, innocent):
         quarantine.begin(suspect, ["a"])
     quarantine.record_crash("a")
