@@ -18,8 +18,7 @@ from libs.common.cluster.exit_reports import run_name
 from libs.common.cluster.load_report import keep_plausible
 from libs.common.cluster.worker_record import Role, Worker
 from libs.common.telemetry.paced_warnings import WARN_EVERY_S, PacedWarnings
-from services.router.workers.prefill_client import PrefillClient, PrefillListener, RemotePrefill
-from services.router.workers.prompt_delta import OutgoingPrompt
+from services.router.workers.prefill_client import PrefillClient
 from slipstream.enum_names import ROLES, TRANSPORTS
 from slipstream.errors import Unavailable
 from slipstream.rpc.backoff import ANSWER_S, Backoff
@@ -27,7 +26,7 @@ from slipstream.rpc.credential_fault import credential_fault, lasting_fault
 from slipstream.rpc.dial import PLAIN_DIAL, Dial
 from slipstream.rpc.names import wait_resolved
 from slipstream.rpc.rpc_errors import received
-from slipstream.v1 import common_pb2, prefill_pb2, worker_pb2, worker_pb2_grpc
+from slipstream.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -167,12 +166,6 @@ class WorkerConnection:
         """Take back the estimate of a request that ended."""
         self._counted.discard(count)
         self.requests_in_flight -= 1
-
-    def start_prefill(
-        self, start: prefill_pb2.StartPrefill, prompt: OutgoingPrompt, listener: PrefillListener
-    ) -> RemotePrefill:
-        """Begin a prompt there; `prompt` is written into `start`."""
-        return self.prefills.start(start, prompt, listener)
 
     def check_heartbeat(self) -> bool:
         """Whether the worker fell silent while something runs there. All listeners are notified of silence,

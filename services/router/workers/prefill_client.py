@@ -6,6 +6,7 @@ prefill.close()                                   # before its end: the worker d
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -17,7 +18,9 @@ from libs.common.telemetry.tracing import trace_metadata
 from services.router.workers.prompt_delta import OutgoingPrompt, PromptSender, SentPrompt
 from slipstream import errors
 from slipstream.rpc.rpc_errors import from_failure
-from slipstream.v1 import prefill_pb2, prefill_pb2_grpc
+from slipstream.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
+
+log = logging.getLogger(__name__)
 
 
 class PrefillListener(Protocol):
@@ -105,6 +108,14 @@ class PrefillClient(MultiplexedClient[RemotePrefill, _Command]):
         """Drop what still comes of a prompt, and cancel it on the worker if it still runs."""
         if self.receivers.pop(prefill.handle, None) is not None:
             self.send(prefill.handle)
+
+    async def abort_and_wait(self, attempt: common_pb2.Attempt, *, timeout_s: float) -> None:
+        """Returns when the worker holds nothing of the prompt, or cannot be asked."""
+        try:
+            request = prefill_pb2.AbortPrefillRequest(attempt=attempt)
+            await self._stub.AbortPrefill(request, timeout=timeout_s, metadata=trace_metadata())
+        except grpc.aio.AioRpcError as error:
+            log.info("abort of %s at %s: %s", attempt.request_id, self.peer, error.details())
 
     # ---- MultiplexedClient
 

@@ -9,7 +9,7 @@ to expire.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,10 +34,11 @@ from services.router.execution.attempt_types import (
 )
 from services.router.recording.timeline import RequestTimeline
 from services.router.workers.connection import TokensInFlight, WorkerConnection
-from services.router.workers.prefill_client import RemotePrefill
+from services.router.workers.decode_client import DecodeClient
+from services.router.workers.prefill_client import PrefillClient, RemotePrefill
 from services.router.workers.remote_sequence import RemoteSequence
 from slipstream import errors
-from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
+from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2
 
 RELEASE_TIMEOUT_S = 10.0
 # The time-out for a lost or silent worker, which may still receive the call; otherwise its leases expire.
@@ -154,22 +155,25 @@ class WorkerAttempt:
             if link is not None:
                 link.listeners.discard(self)
         sequence, self._sequence = self._sequence, None
-        waits: list[Awaitable[None]] = []
+        prefill = self.workers.prefill
+        holders: list[tuple[WorkerConnection, PrefillClient | DecodeClient]] = []
         if sequence is not None:
             if not sequence.finished:
-                sequence.abort()  # has no time-out, which the call below may reach while this router stalls
-                timeout_s = _release_timeout_s(self.workers.decode)
-                name = attempt_name(self.spec, self.number)
-                waits.append(self.workers.decode_stream.abort_and_wait(name, timeout_s=timeout_s))
+                sequence.abort()  # has no time-out, which that of `_release` may reach while this router stalls
+                holders.append((self.workers.decode, self.workers.decode_stream))
             sequence.close()
         # A decode worker whose sequence ran to its end has released the handoff.
         handed_over = sequence is not None and sequence.finished and sequence.running
-        if self._prefill_began and not handed_over:
-            waits.append(self._abort_prefill())
+        if prefill is not None and self._prefill_began and not handed_over:
+            holders.append((prefill, prefill.prefills))
         self._prefill_began = False
-        return self._release(waits) if waits else None
+        return self._release(holders) if holders else None
 
-    async def _release(self, waits: Sequence[Awaitable[None]]) -> None:
+    async def _release(
+        self, holders: Sequence[tuple[WorkerConnection, PrefillClient | DecodeClient]]
+    ) -> None:
+        name = attempt_name(self.spec, self.number)
+        waits = [client.abort_and_wait(name, timeout_s=_release_timeout_s(link)) for link, client in holders]
         links = [link for link in (self.workers.prefill, self.workers.decode) if link is not None]
         for link in links:
             link.releases_in_flight += 1
@@ -215,7 +219,7 @@ class WorkerAttempt:
             self.spec, self.workers, attempt=self.number, n_emitted=len(self.emitted), now_s=self.clock()
         )
         with tracing.under(self.span):
-            self._prefill = link.start_prefill(start, context, self)
+            self._prefill = link.prefills.start(start, context, self)
 
     def on_prefill_event(self, event: prefill_pb2.PrefillEvent) -> None:
         """See `PrefillListener`."""
@@ -273,17 +277,6 @@ class WorkerAttempt:
             self._prefill = None
         if self._prefill_tokens is not None:
             self._prefill_tokens.release()
-
-    async def _abort_prefill(self) -> None:
-        assert self.workers.prefill is not None
-        stub: prefill_pb2_grpc.PrefillServiceAsyncStub = prefill_pb2_grpc.PrefillServiceStub(
-            self.workers.prefill.channel
-        )
-        await stub.AbortPrefill(
-            prefill_pb2.AbortPrefillRequest(attempt=attempt_name(self.spec, self.number)),
-            timeout=_release_timeout_s(self.workers.prefill),
-            metadata=tracing.trace_metadata(),
-        )
 
     # ---- the request's timeline
 

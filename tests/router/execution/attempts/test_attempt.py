@@ -100,15 +100,15 @@ class AttemptRig:
             self.prompts.append(start)
             return self.prefill
 
+        async def abort_and_wait(attempt: Any, *, timeout_s: float) -> None: ...
+
         if prefill is not None:
             prefill.key = "prefill/prefill-0/1"
-            prefill.start_prefill = start_prefill
+            prefill.prefills = SimpleNamespace(start=start_prefill, abort_and_wait=abort_and_wait)
 
         def start(request: Any, prompt: Any, listener: Any) -> Sequence:
             self.started.append(request)
             return self.sequence
-
-        async def abort_and_wait(attempt: Any, *, timeout_s: float) -> None: ...
 
         stream: Any = SimpleNamespace(start=start, abort_and_wait=abort_and_wait)
         spec = AttemptSpec(
