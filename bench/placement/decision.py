@@ -25,6 +25,7 @@ from bench.placement.idle_fleet import BLOCK_TOKENS, FINGERPRINT, NOW_S, IdleCon
 from libs.common.cluster.placement_record import Placement
 from libs.common.cluster.worker_record import Role
 from services.router.execution.dispatcher import Dispatcher, PlacementQuery
+from services.router.placement.cost_model import PrefillReport
 from services.router.placement.policy import place
 from services.router.workers.connection import TokensInFlight
 from services.router.workers.fleet import RouterFleet
@@ -106,16 +107,12 @@ class Scene:
         for link in self._prefill:
             for _ in range(10):
                 tokens = self._random.randint(500, 8_000)
-                self.fleet.worker_models.observe_prefill(
-                    link.key,
-                    ahead_tokens=0,
-                    ahead_requests=0,
+                report = PrefillReport(
                     uncached_tokens=tokens,
                     prompt_tokens=tokens,
-                    dram_tokens=0,
-                    nvme_tokens=0,
                     duration_ms=tokens * self._random.uniform(0.09, 0.11),
                 )
+                self.fleet.worker_models.observe_prefill(link.key, report)
 
     def _fill_caches(self) -> None:
         index, worker, dram = self.fleet.index, common_pb2.CACHE_TIER_WORKER, common_pb2.CACHE_TIER_DRAM

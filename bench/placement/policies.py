@@ -11,6 +11,7 @@ from bench.placement.prefill import STORE
 from bench.placement.sim import Policy, Simulation
 from bench.placement.trace import BLOCK_TOKENS
 from services.router.execution.dispatcher import EXPECTED_OUTPUT_TOKENS, PREDICTED_TTL_S
+from services.router.placement.cost_model import PrefillReport
 from services.router.placement.policy import place
 from services.router.placement.round_robin import ColdRoundRobin
 from services.router.placement.types import (
@@ -224,18 +225,17 @@ class _Router:
     def computed(self, run: Run, sim: Simulation) -> None:
         _, predicted = self._mine.pop(run.request.number)
         from_peer = run.read_tokens if run.peer is not None else 0
-        self._book.observe_prefill(
-            f"p{run.prefill}",
+        report = PrefillReport(
+            duration_ms=run.first_token_ms - run.sent_ms,
+            uncached_tokens=run.uncached_tokens,
+            prompt_tokens=run.request.prompt_tokens,
             ahead_tokens=predicted.ahead_tokens,
             ahead_requests=predicted.ahead_requests,
             longer_tokens=predicted.longer_tokens,
-            uncached_tokens=run.uncached_tokens,
-            prompt_tokens=run.request.prompt_tokens,
             dram_tokens=run.read_tokens - from_peer,
-            nvme_tokens=0,
             peer_tokens=from_peer,
-            duration_ms=run.first_token_ms - run.sent_ms,
         )
+        self._book.observe_prefill(f"p{run.prefill}", report)
         node = sim.decode[run.decode]
         self._book.observe_step(
             f"d{run.decode}",

@@ -19,6 +19,7 @@ from services.router.api.rpc.write_watch import WriteWatch
 from services.router.console import static_files
 from services.router.execution.policies.hedge_policy import HedgeLimits, HedgePolicy
 from services.router.options import RouterOptions
+from services.router.placement.cost_model import PrefillReport
 from services.router.placement.worker_models import WorkerModels
 from services.router.request.model_card import ModelCard, load_model_card
 from services.router.server import RouterServer
@@ -136,7 +137,7 @@ async def router(cluster: FakeCluster, card: ModelCard) -> AsyncIterator[RouterS
 class FixedSpeeds(WorkerModels):
     """Worker models that learn nothing, so that placement does not depend on this machine's speed."""
 
-    def observe_prefill(self, worker: str, **_: Any) -> None: ...
+    def observe_prefill(self, worker: str, report: PrefillReport) -> None: ...
 
     def observe_step(self, worker: str, **_: Any) -> None: ...
 

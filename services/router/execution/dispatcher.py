@@ -11,6 +11,7 @@ from libs.common.cluster.placement_record import Placement
 from libs.common.cluster.worker_record import Role
 from services.router.execution.attempt_types import TokenBatch, WorkerPair
 from services.router.execution.policies.context_room import ContextRoom
+from services.router.placement.cost_model import PrefillReport
 from services.router.placement.policy import place
 from services.router.placement.types import HeldTokens, PlacementDecision, PlacementRequest
 from services.router.prefix_index.index import PrefixMatch
@@ -78,19 +79,19 @@ class Assignment:
         if batch.prefill_ms is not None and prefill is not None:
             cached = {item.tier: item.tokens for item in batch.cached or ()}
             predicted = self.decision.chosen[0]
-            models.observe_prefill(
-                prefill.key,
+            report = PrefillReport(
+                duration_ms=batch.prefill_ms,
+                uncached_tokens=max(self._query.prompt_tokens - sum(cached.values()), 1),
+                prompt_tokens=self._query.prompt_tokens,
                 ahead_tokens=predicted.ahead_tokens,
                 ahead_requests=predicted.ahead_requests,
                 longer_tokens=predicted.longer_tokens,
-                uncached_tokens=max(self._query.prompt_tokens - sum(cached.values()), 1),
-                prompt_tokens=self._query.prompt_tokens,
                 dram_tokens=cached.get(common_pb2.CACHE_TIER_DRAM, 0),
                 nvme_tokens=cached.get(common_pb2.CACHE_TIER_NVME, 0)
                 + cached.get(common_pb2.CACHE_TIER_POOL, 0),
                 peer_tokens=cached.get(common_pb2.CACHE_TIER_PEER, 0),
-                duration_ms=batch.prefill_ms,
             )
+            models.observe_prefill(prefill.key, report)
         if batch.stats is not None and batch.stats.kv_bytes_pulled and prefill is not None:
             models.observe_pull(
                 self.workers.decode.key,

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from operator import mul
 
 import msgspec
+from msgspec.structs import astuple
 
 MEMORY_REPORTS = 64  # a report this old weighs 1/e
 PRIOR_WEIGHT = 0.5  # reports that a prior is worth
@@ -182,23 +183,26 @@ def attention_pairs(uncached_tokens: int, prompt_tokens: int) -> float:
     return uncached_tokens * (cached + uncached_tokens / 2) * 1e-3
 
 
+class PrefillReport(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """The time of a request on a prefill worker, send to first token, and what took it."""
+
+    duration_ms: float
+    uncached_tokens: int  # computed, of `prompt_tokens`
+    prompt_tokens: int
+    ahead_tokens: int = 0  # of `ahead_requests` that were served first
+    ahead_requests: int = 0
+    longer_tokens: int = 0  # of queued prompts that needed more
+    dram_tokens: int = 0  # read from a kvstore's memory
+    nvme_tokens: int = 0  # from its disk, or from the pool
+    peer_tokens: int = 0  # from another prefill worker
+
+
 class PrefillFit:
-    """A prefill worker's model from the times of its requests, send to first token."""
+    """A prefill worker's model from the times of its requests."""
 
     def __init__(self, prior: PrefillModel | None = None) -> None:
-        p = prior or PrefillModel()
         self._model: PrefillModel | None = None  # made at the first use after a report
-        self._fit = RateFit(
-            (
-                p.request_ms,
-                p.token_ms,
-                p.attention_ms,
-                p.dram_token_ms,
-                p.nvme_token_ms,
-                p.peer_token_ms,
-                p.longer_token_ms,
-            )
-        )
+        self._fit = RateFit(astuple(prior or PrefillModel()))
 
     @property
     def reports(self) -> int:
@@ -212,30 +216,18 @@ class PrefillFit:
             self._model = PrefillModel(*self._fit.rates)
         return self._model
 
-    def observe(
-        self,
-        *,
-        ahead_tokens: int,
-        ahead_requests: int,
-        uncached_tokens: int,
-        prompt_tokens: int,
-        dram_tokens: int,
-        nvme_tokens: int,
-        duration_ms: float,
-        peer_tokens: int = 0,
-        longer_tokens: int = 0,
-    ) -> None:
-        """Add a request: the prompts served first, the tokens computed and loaded, and the time of it all."""
-        quantities = (
-            1.0 + ahead_requests,
-            float(ahead_tokens + uncached_tokens),
-            attention_pairs(uncached_tokens, prompt_tokens),
-            float(dram_tokens),
-            float(nvme_tokens),
-            float(peer_tokens),
-            float(longer_tokens),
+    def observe(self, report: PrefillReport) -> None:
+        """Add a report."""
+        quantities = (  # in the order of the rates of PrefillModel
+            1.0 + report.ahead_requests,
+            float(report.ahead_tokens + report.uncached_tokens),
+            attention_pairs(report.uncached_tokens, report.prompt_tokens),
+            float(report.dram_tokens),
+            float(report.nvme_tokens),
+            float(report.peer_tokens),
+            float(report.longer_tokens),
         )
-        self._fit.observe(quantities, duration_ms)
+        self._fit.observe(quantities, report.duration_ms)
         self._model = None
 
     def set_prior_from(self, role: PrefillFit) -> None:
@@ -252,10 +244,9 @@ class DecodeFit:
     """A decode worker's model from its load reports and its sequences' transfers."""
 
     def __init__(self, prior: DecodeModel | None = None) -> None:
-        p = prior or DecodeModel()
+        rates = astuple(prior or DecodeModel())
         self._model: DecodeModel | None = None
-        self._step = RateFit((p.step_base_ms, p.sequence_ms, p.context_ms))
-        self._pull = RateFit((p.pull_ms, p.pull_mib_ms))
+        self._step, self._pull = RateFit(rates[:3]), RateFit(rates[3:])
 
     @property
     def reports(self) -> int:

@@ -8,7 +8,14 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from services.router.placement.cost_model import MAX_OFF, DecodeFit, DecodeModel, PrefillFit, PrefillModel
+from services.router.placement.cost_model import (
+    MAX_OFF,
+    DecodeFit,
+    DecodeModel,
+    PrefillFit,
+    PrefillModel,
+    PrefillReport,
+)
 
 # A new worker has the rates of its role once the role has this many reports.
 _ROLE_REPORTS = 8
@@ -54,21 +61,8 @@ class WorkerModels:
             return fit.model
         return self._all_decode.model if self._all_decode.reports >= _ROLE_REPORTS else _ANY_DECODE
 
-    def observe_prefill(
-        self,
-        worker: str,
-        *,
-        ahead_tokens: int,
-        ahead_requests: int,
-        uncached_tokens: int,
-        prompt_tokens: int,
-        dram_tokens: int,
-        nvme_tokens: int,
-        duration_ms: float,
-        peer_tokens: int = 0,
-        longer_tokens: int = 0,
-    ) -> None:
-        """Add the time of a first token; see PrefillFit."""
+    def observe_prefill(self, worker: str, report: PrefillReport) -> None:
+        """Add the time of a first token."""
         fit = self._prefill.get(worker)
         if fit is None:
             fit = self._prefill[worker] = PrefillFit(self.prefill_model(worker))
@@ -78,19 +72,9 @@ class WorkerModels:
             fit.set_prior_from(self._all_prefill)
         self._prefill_reports += 1
         # The rates of a role change slowly.
-        role_too = not role_is_known or not self._prefill_reports % _ROLE_SHARE
-        for each in (fit, self._all_prefill)[: 1 + role_too]:
-            each.observe(
-                ahead_tokens=ahead_tokens,
-                ahead_requests=ahead_requests,
-                uncached_tokens=uncached_tokens,
-                prompt_tokens=prompt_tokens,
-                dram_tokens=dram_tokens,
-                nvme_tokens=nvme_tokens,
-                duration_ms=duration_ms,
-                peer_tokens=peer_tokens,
-                longer_tokens=longer_tokens,
-            )
+        fit.observe(report)
+        if not role_is_known or not self._prefill_reports % _ROLE_SHARE:
+            self._all_prefill.observe(report)
 
     def observe_step(self, worker: str, *, sequences: int, context_tokens: int, step_ms: float) -> None:
         """Add the step time in a decode worker's load report."""

@@ -14,6 +14,7 @@ from services.router.placement.cost_model import (
     DecodeFit,
     PrefillFit,
     PrefillModel,
+    PrefillReport,
     RateFit,
     attention_pairs,
 )
@@ -36,15 +37,17 @@ def _prefill_reports(
             + truth.load_ms(dram, nvme, peer)
         ) * draw.uniform(1 - noise, 1 + noise)
         fit.observe(
-            ahead_tokens=ahead,
-            ahead_requests=requests,
-            uncached_tokens=uncached,
-            prompt_tokens=prompt,
-            dram_tokens=dram,
-            nvme_tokens=nvme,
-            peer_tokens=peer,
-            longer_tokens=longer,
-            duration_ms=duration_ms,
+            PrefillReport(
+                ahead_tokens=ahead,
+                ahead_requests=requests,
+                uncached_tokens=uncached,
+                prompt_tokens=prompt,
+                dram_tokens=dram,
+                nvme_tokens=nvme,
+                peer_tokens=peer,
+                longer_tokens=longer,
+                duration_ms=duration_ms,
+            )
         )
 
 
@@ -97,13 +100,11 @@ def test_a_few_absurd_reports_change_little() -> None:
     before = fit.model.compute_ms(8_000, 8_000)
     for duration_ms in (0.0, 1e8, 1e8):
         fit.observe(
-            ahead_tokens=0,
-            ahead_requests=0,
-            uncached_tokens=8_000,
-            prompt_tokens=8_000,
-            dram_tokens=0,
-            nvme_tokens=0,
-            duration_ms=duration_ms,
+            PrefillReport(
+                uncached_tokens=8_000,
+                prompt_tokens=8_000,
+                duration_ms=duration_ms,
+            )
         )
     assert fit.model.compute_ms(8_000, 8_000) == pytest.approx(before, rel=0.15)
 
@@ -171,13 +172,11 @@ def test_what_is_never_seen_stays_at_its_prior() -> None:
     fit = PrefillFit()
     for _ in range(100):
         fit.observe(
-            ahead_tokens=0,
-            ahead_requests=0,
-            uncached_tokens=1000,
-            prompt_tokens=1000,
-            dram_tokens=0,
-            nvme_tokens=0,
-            duration_ms=50.0,
+            PrefillReport(
+                uncached_tokens=1000,
+                prompt_tokens=1000,
+                duration_ms=50.0,
+            )
         )
     assert fit.model.nvme_token_ms == pytest.approx(PrefillModel().nvme_token_ms)
     assert fit.model.compute_ms(1000, 1000) == pytest.approx(50, rel=0.1)

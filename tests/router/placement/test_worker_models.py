@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from services.router.placement.cost_model import DecodeModel, PrefillModel, RateFit
+from services.router.placement.cost_model import DecodeModel, PrefillModel, PrefillReport, RateFit
 from services.router.placement.worker_models import DECAY_S, WorkerModels
 
 
@@ -31,16 +31,8 @@ def _decay_for(models: WorkerModels, seconds: int, *, heard: str = "", step_ms: 
 def _prompts(models: WorkerModels, worker: str, token_ms: float, n: int) -> None:
     for i in range(n):
         tokens = 1_000 + 100 * (i % 7)
-        models.observe_prefill(
-            worker,
-            ahead_tokens=0,
-            ahead_requests=0,
-            uncached_tokens=tokens,
-            prompt_tokens=tokens,
-            dram_tokens=0,
-            nvme_tokens=0,
-            duration_ms=token_ms * tokens,
-        )
+        report = PrefillReport(uncached_tokens=tokens, prompt_tokens=tokens, duration_ms=token_ms * tokens)
+        models.observe_prefill(worker, report)
 
 
 def test_a_worker_without_reports_has_the_stated_speed_and_then_that_of_its_role() -> None:
