@@ -13,12 +13,12 @@ from slipstream.v1 import common_pb2
 def most_shared(links: Iterable[WorkerConnection]) -> common_pb2.Fingerprint | None:
     """See `RouterFleet.fingerprint`."""
     found: dict[bytes, common_pb2.Fingerprint] = {}
-    votes: Counter[bytes] = Counter()
+    votes: dict[Role, Counter[bytes]] = {Role.DECODE: Counter(), Role.PREFILL: Counter()}
     for link in links:
-        if link.ready and link.fingerprint is not None and link.worker.role in (Role.PREFILL, Role.DECODE):
+        if link.ready and link.fingerprint is not None and link.worker.role in votes:
             found[link.fingerprint.digest] = link.fingerprint
-            # A group without a decode worker can serve nothing.
-            votes[link.fingerprint.digest] += 1_000_000 if link.worker.role is Role.DECODE else 1
-    if not votes or max(votes.values()) < 1_000_000:
-        return None
-    return found[max(votes, key=lambda digest: (votes[digest], digest))]
+            votes[link.worker.role][link.fingerprint.digest] += 1
+    decode, prefill = votes.values()
+    # A group without a decode worker can serve nothing.
+    chosen = max(decode, key=lambda digest: (decode[digest], prefill[digest], digest), default=None)
+    return None if chosen is None else found[chosen]

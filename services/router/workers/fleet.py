@@ -120,12 +120,10 @@ class RouterFleet:
 
     @property
     def ready(self) -> bool:
-        """Whether both tiers are there: a prefill and a decode worker of one fingerprint."""
-        fingerprint = self.fingerprint()
-        return fingerprint is not None and all(
-            any(link.ready and link.fingerprint == fingerprint for link in self.links_of(role))
-            for role in (Role.PREFILL, Role.DECODE)
-        )
+        """Whether both tiers are there: a prefill worker, too, of the fingerprint that is served."""
+        served = self.fingerprint()
+        prefills = self.links_of(Role.PREFILL)
+        return served is not None and any(link.ready and link.fingerprint == served for link in prefills)
 
     @property
     def outage_s(self) -> float:
