@@ -199,19 +199,7 @@ def main() -> int:
         if options.child_of:
             end_with_parent(options.child_of, by=signal.SIGTERM)
         if options.processes > 1:
-            return asyncio.run(
-                run_processes(
-                    sys.argv[1:],
-                    instance=options.instance,
-                    listen=options.listen,
-                    http=options.http,
-                    admin=options.admin,
-                    admin_http=options.admin_http,
-                    admin_http_advertise=options.admin_http_advertise,
-                    count=options.processes,
-                    grace_s=options.drain_s,
-                )
-            )
+            return asyncio.run(run_processes(sys.argv[1:], options))
         with asyncio.Runner(loop_factory=GrpcLoop) as runner:
             runner.run(serve(options))
     except SlipstreamError as error:

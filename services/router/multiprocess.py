@@ -16,31 +16,28 @@ from collections.abc import Sequence
 
 from libs.common.http.listening import listen_tcp
 from libs.common.runtime.signals import stop_on_signals
+from services.router.settings import RouterSettings
 
 log = logging.getLogger(__name__)
 
 _RESTART_S = 1.0
 
 
-async def run_processes(
-    arguments: Sequence[str],
-    *,
-    instance: str,
-    listen: str,
-    http: str,
-    admin: str,
-    admin_http: str,
-    admin_http_advertise: str,
-    count: int,
-    grace_s: float,
-) -> int:
-    """Run `count` routers with these arguments until SIGTERM or SIGINT; one that ends is started again.
+async def run_processes(arguments: Sequence[str], options: RouterSettings) -> int:
+    """Run the routers of these arguments, which state `options`, until SIGTERM or SIGINT. One that ends is
+    started again.
 
-    The addresses are host:port; port 0 = any free one. All processes share them but `admin_http`, which is
-    the first one's: metrics are a process's own, and the others take any free port, which
-    discovery has, on the host of `admin_http_advertise` where that is given. Returns the exit status.
+    All processes share the addresses but --admin-http, which is the first one's: metrics are those of one
+    process. The others take any free port, which discovery has, on the host of --admin-http-advertise where
+    that is given. Returns the exit status.
     """
-    addresses = {"--listen": listen, "--http": http, "--admin": admin, "--admin-http": admin_http}
+    instance = options.instance
+    addresses = {
+        "--listen": options.listen,
+        "--http": options.http,
+        "--admin": options.admin,
+        "--admin-http": options.admin_http,
+    }
     # Bound, never listened on: they keep the ports for the children, also while one restarts.
     holders = {
         flag: listen_tcp(endpoint, share_port=True, accept=False) for flag, endpoint in addresses.items()
@@ -48,7 +45,7 @@ async def run_processes(
     stopping = asyncio.Event()
     children: set[asyncio.subprocess.Process] = set()
     stop_on_signals(stopping.set, before_exit=lambda: _kill_all(children))
-    names = [instance if index == 0 else f"{instance}.{index}" for index in range(count)]
+    names = [instance if index == 0 else f"{instance}.{index}" for index in range(options.processes)]
     # argparse takes the last of repeated options.
     common = [*arguments, "--processes", "1", "--child-of", str(os.getpid())]
     for flag, holder in holders.items():
@@ -58,10 +55,10 @@ async def run_processes(
             for name in names:
                 own = ["--instance", name]
                 if name != instance:
-                    own += ["--admin-http", _any_port(admin_http)]
-                if name != instance and admin_http_advertise:
-                    own += ["--admin-http-advertise", _any_port(admin_http_advertise)]
-                group.create_task(_keep([*common, *own], stopping, children, grace_s=grace_s))
+                    own += ["--admin-http", _any_port(options.admin_http)]
+                    if options.admin_http_advertise:
+                        own += ["--admin-http-advertise", _any_port(options.admin_http_advertise)]
+                group.create_task(_keep([*common, *own], stopping, children, grace_s=options.drain_s))
     finally:
         for holder in holders.values():
             holder.close()

@@ -114,7 +114,7 @@ class RequestPipeline:
         return True
 
     async def close(self) -> None:
-        """End the connections. The requests have ended: `runs.close()`."""
+        """End the connections. The requests have ended (`RequestManager.close`)."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
