@@ -55,14 +55,11 @@ class FairThreads:
         """The number of pieces that wait for a thread."""
         return len(self._queue)
 
-    async def run(self, tenant: str, piece: Callable[[], T], *, admitted: bool = True) -> T:
+    async def run(self, tenant: str, piece: Callable[[], T]) -> T:
         """Run one piece of the tenant's work on a thread; returns its result or raises its error.
 
-        A piece of a request that is not `admitted` raises Overloaded when the tenant has its share of the
-        queue already. A piece whose caller is cancelled before it starts never runs.
+        A piece whose caller is cancelled before it starts never runs.
         """
-        if not admitted:
-            self._check_share(tenant)
         name = str(next(self._names))
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._queue.push(tenant, name, 1.0)
@@ -77,10 +74,16 @@ class FairThreads:
     async def run_in_time(
         self, tenant: str, piece: Callable[[], T], deadline_s: float | None, *, admitted: bool = False
     ) -> T:
-        """`run` for a request that is not admitted, with a deadline. Raises DeadlineExceeded, too."""
+        """`run` with a deadline. Raises DeadlineExceeded, too.
+
+        A piece of a request that is not `admitted` raises Overloaded where the tenant has its share of the
+        queue already.
+        """
+        if not admitted:
+            self._check_share(tenant)
         try:
             async with asyncio.timeout_at(deadline_s):
-                return await self.run(tenant, piece, admitted=admitted)
+                return await self.run(tenant, piece)
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed") from None
 

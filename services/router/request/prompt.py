@@ -191,14 +191,13 @@ class PromptDraft(msgspec.Struct, frozen=True):
 
         A conversation that fits the context is cached. Others may be joined on any thread.
         """
-        (messages, tail), forced = encoded, self._forced()
         if self.conversation is None:
-            ids = unpack_ids(tail)
+            ids = unpack_ids(encoded[1])
         elif self.fits(encoded):
-            ids = self.memory.finish(self.conversation, messages, tail).ids
+            ids = self.memory.finish(self.conversation, *encoded).ids
         else:
-            ids = join_ids(self.conversation, messages, tail)
-        return np.concatenate([ids, as_tokens(forced)]) if forced else ids, count_new(messages, tail)
+            ids = join_ids(self.conversation, *encoded)
+        return _joined(ids, self._forced()), count_new(*encoded)
 
     def _forced(self) -> tuple[int, ...]:
         chat = self.request.input
@@ -208,21 +207,12 @@ class PromptDraft(msgspec.Struct, frozen=True):
         self, encoded: Encoded, *, request_id: str, constraint: OutputConstraint | None = None
     ) -> Prompt:
         """The prompt from what was encoded. Raises InvalidArgument if it exceeds the context."""
-        request, card = self.request, self.card
-        messages, tail = encoded
-        chat_ids: CachedChat | None = None
-        forced = self._forced()
-        tools_allowed = False
+        request, card, chat = self.request, self.card, self.request.input
+        cached: CachedChat | None = None
         if self.conversation is not None:
-            assert isinstance(request.input, ChatInput)
-            chat = request.input
-            chat_ids = self.memory.finish(self.conversation, messages, tail)
-            ids = np.concatenate([chat_ids.ids, as_tokens(forced)]) if forced else chat_ids.ids
-            n_encoded = chat_ids.encoded_tokens
-            tools_allowed = bool(chat.tools) and _mode(chat) != "none"
-        else:
-            ids = unpack_ids(tail)
-            n_encoded = len(ids)
+            cached = self.memory.finish(self.conversation, *encoded)
+        forced = self._forced()
+        ids = _joined(unpack_ids(encoded[1]) if cached is None else cached.ids, forced)
         max_tokens = check_context(
             request, prompt_tokens=len(ids), max_context_tokens=card.max_context_tokens
         )
@@ -232,15 +222,14 @@ class PromptDraft(msgspec.Struct, frozen=True):
             _write_constraint(sampling.constraint, constraint, forced)
         return Prompt(
             token_ids=ids,
-            encoded_tokens=n_encoded,
+            encoded_tokens=count_new(*encoded),
             forced=forced,
             thinking=self.thinking and not self.partial,
-            tools_allowed=tools_allowed,
+            tools_allowed=isinstance(chat, ChatInput) and bool(chat.tools) and _mode(chat) != "none",
             # K2.5's template drops the reasoning of earlier answers, so no later prompt has those blocks.
-            store_generated=not self.thinking
-            or (isinstance(request.input, ChatInput) and request.input.keeps_reasoning),
+            store_generated=not self.thinking or (isinstance(chat, ChatInput) and chat.keeps_reasoning),
             sampling=sampling,
-            _chat=chat_ids,
+            _chat=cached,
         )
 
 
@@ -311,6 +300,10 @@ def _forced_prefix(chat: ChatInput, card: ModelCard) -> tuple[int, ...]:
     index = sum(len(message.get("tool_calls") or ()) for message in chat.messages)
     ids += card.tokenizer.encode_text(f"functions.{chat.tool_choice.function}:{index}")
     return (*ids, special(TOOL_CALL_ARGUMENT_BEGIN))
+
+
+def _joined(ids: TokenArray, forced: Sequence[int]) -> TokenArray:
+    return np.concatenate([ids, as_tokens(forced)]) if forced else ids
 
 
 def _write_constraint(

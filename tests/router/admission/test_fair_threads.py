@@ -34,7 +34,9 @@ class HeldThreads:
         return work
 
     def start(self, tenant: str, name: str, *, admitted: bool = True) -> asyncio.Task[str]:
-        return asyncio.create_task(self.threads.run(tenant, self.piece(name), admitted=admitted))
+        return asyncio.create_task(
+            self.threads.run_in_time(tenant, self.piece(name), None, admitted=admitted)
+        )
 
     async def until_waiting(self, count: int) -> None:
         async with asyncio.timeout(60):

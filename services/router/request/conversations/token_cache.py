@@ -73,16 +73,13 @@ class Conversation:
 
 
 class CachedChat:
-    """A conversation as ids (read only), `encoded_tokens` of which were not cached before."""
+    """A conversation as ids (read only), and its hashes."""
 
-    __slots__ = ("_parts", "encoded_tokens", "ids")
+    __slots__ = ("_parts", "ids")
 
-    def __init__(
-        self, ids: TokenArray, encoded_tokens: int, parts: Sequence[tuple[NodeHashes, int, int]]
-    ) -> None:
+    def __init__(self, ids: TokenArray, parts: Sequence[tuple[NodeHashes, int, int]]) -> None:
         """`parts`: where hashes are cached, each with the tokens where the part begins and ends."""
         self.ids = ids
-        self.encoded_tokens = encoded_tokens
         self._parts = parts
 
     def hashes(
@@ -211,7 +208,7 @@ class TokenCache:
         cursor = self._insert(conversation, new)
         parts = [(node.hashed, node.begin, end) for node, end in cursor.parts()] if cursor is not None else ()
         self._tree.make_room([conversation.query.tenant])
-        return CachedChat(ids, count_new(new, tail), parts)
+        return CachedChat(ids, parts)
 
     def _insert(self, conversation: Conversation, new: Sequence[NewMessage]) -> PromptCursor | None:
         """The position of the conversation's end; None if messages before the missing ones were evicted."""
