@@ -159,7 +159,7 @@ class WorkerAttempt:
         holders: list[tuple[WorkerConnection, PrefillClient | DecodeClient]] = []
         if sequence is not None:
             if not sequence.finished:
-                sequence.abort()  # has no time-out, which that of `_release` may reach while this router stalls
+                sequence.abort()  # has no time-out, which AbortDecode may reach while this router stalls
                 holders.append((self.workers.decode, self.workers.decode_stream))
             sequence.close()
         # A decode worker whose sequence ran to its end has released the handoff.
