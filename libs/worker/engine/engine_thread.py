@@ -38,6 +38,9 @@ Drafts = Mapping[str, Sequence[int]]
 _NO_DRAFTS: Drafts = {}
 
 MAX_FAILED_STEPS_IN_ROW = 3
+# Arrivals that hold a thread of the loop's pool. Copies take turns with steps, so more are no faster; a
+# second one lets short arrivals pass a long one.
+_ARRIVALS_AT_ONCE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,7 @@ class EngineThread:
         self._stopping = False
         self._thread: ModelThread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._arrivals = asyncio.Semaphore(_ARRIVALS_AT_ONCE)
 
     async def start(self) -> EngineInfo:
         """Build the engine on the thread. Raises the errors of `build`."""
@@ -160,7 +164,7 @@ class EngineThread:
         return self.submit(lambda engine: engine.unpin(pages, evict_first=evict_first))
 
     async def receive(self, seq_id: str, n_tokens: int) -> None:
-        """See `Engine.receive`; it runs beside steps. A cancel of the caller does not end it."""
+        """See `Engine.receive`; it runs beside steps. A cancel of the caller does not end what has begun."""
         engine, loop = self._engine, self._loop
         assert engine is not None and loop is not None
         if engine.page_parts is None:
@@ -172,7 +176,14 @@ class EngineThread:
             finally:
                 self._publish(engine)  # pages of a sequence that was released meanwhile are free now
 
-        await asyncio.shield(loop.run_in_executor(None, run))
+        await self._arrivals.acquire()
+        try:
+            copying = loop.run_in_executor(None, run)
+        except BaseException:  # the pool has ended
+            self._arrivals.release()
+            raise
+        copying.add_done_callback(lambda _: self._arrivals.release())
+        await asyncio.shield(copying)
 
     def want_features(self, seq_id: str, *, wanted: bool) -> None:
         """See `Engine.want_features`. Counts from the next step on."""

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -274,6 +275,30 @@ class HeldScatter:
     def scatter(self, pages: Sequence[int]) -> None:
         self.begun.set()
         assert self.go.wait(WAIT_S)
+
+
+async def test_arrivals_that_wait_leave_threads_to_others() -> None:
+    model, parts = build_fake_engine(n_pages=32).model, HeldScatter()
+    assert isinstance(model, FakeModel)
+    model.page_parts = parts  # type: ignore[assignment]
+    thread, loop = EngineThread(lambda: PagedEngine(model), Listener()), asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(4))
+    await thread.start()
+    names = [f"arriving{number}" for number in range(8)]
+    for name in names:
+        await thread.call(lambda engine, name=name: engine.reserve(spec(name)))  # type: ignore[misc]
+    arrivals = [asyncio.create_task(thread.receive(name, 10)) for name in names]
+    await eventually(parts.begun.is_set)
+    assert await asyncio.wait_for(asyncio.to_thread(lambda: "another's work"), WAIT_S) == "another's work"
+    assert not any(arrival.done() for arrival in arrivals)
+    arrivals[-1].cancel()  # it waits for its turn, and gives it to none
+    parts.go.set()
+    *others, cancelled = await asyncio.gather(*arrivals, return_exceptions=True)
+    assert others == [None] * 7 and isinstance(cancelled, asyncio.CancelledError)
+    for name in names:
+        await thread.release(name)
+    assert thread.ledger.pages_held == 0
+    await thread.stop()
 
 
 async def test_pages_arrive_beside_steps_and_commands_of_the_thread() -> None:
