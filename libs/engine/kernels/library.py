@@ -7,11 +7,15 @@ loads one.
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 import platform
 from functools import cache
 from pathlib import Path
 
 from slipstream.errors import FailedPrecondition
+
+log = logging.getLogger(__name__)
 
 LIBRARY_DIR = Path(__file__).parent
 _LOWEST_LEVEL = 2
@@ -24,13 +28,19 @@ def load_library(level: int | None = None, *, bf16: bool = False, amx: bool = Tr
     """Load the kernels for this processor, or those of a lower `level` of x86-64.
 
     With `bf16`, products of bf16 and INT4 weights round activations to bf16 where the processor has a unit
-    for that: AMX_BF16, unless `amx` is false, else AVX512_BF16. Raises FailedPrecondition when the kernels
-    are missing, or this processor cannot run them.
+    for that: AMX_BF16, unless `amx` is false, else AVX512_BF16. Where the system refuses the first, a line
+    of the log says so. Raises FailedPrecondition when the kernels are missing, or this processor cannot run
+    them.
     """
     if not _IS_X86:
         return _open("_kernels_generic.so")
     supported = processor_level()
     if bf16 and level is None and has_bf16_unit():
+        if amx and (errno := -_ask_for_amx()) > 0:
+            log.warning(
+                "the kernel refuses AMX to this process (arch_prctl: %s): products take AVX512_BF16",
+                os.strerror(errno),
+            )
         return _open(f"_kernels_x86_64_v4_{'amx' if amx and can_use_amx() else 'bf16'}.so")
     wanted = supported if level is None else level
     if not _LOWEST_LEVEL <= wanted <= supported:
@@ -60,7 +70,14 @@ def can_use_amx() -> bool:
 
     From this call on, the process and its forks have the right to. A process that they exec asks again.
     """
-    return has_bf16_unit() and bool(_open(f"_kernels_x86_64_v{_LOWEST_LEVEL}.so").ss_processor_use_amx())
+    return _ask_for_amx() == 1
+
+
+def _ask_for_amx() -> int:
+    """1 where this process may use AMX_BF16, 0 where the machine lacks it, -errno where it is refused."""
+    if not has_bf16_unit():
+        return 0
+    return int(_open(f"_kernels_x86_64_v{_LOWEST_LEVEL}.so").ss_processor_use_amx())
 
 
 def _open(name: str) -> ctypes.CDLL:

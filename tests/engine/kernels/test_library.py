@@ -6,6 +6,7 @@ import ctypes
 import os
 import runpy
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -132,6 +133,37 @@ def test_kernels_for_bf16_pairs_are_loaded_where_the_processor_has_the_unit(
     load_library.cache_clear()
     monkeypatch.setattr(library, "has_bf16_unit", lambda: False)
     assert Path(load_library(bf16=True)._name).name == plain
+
+
+# Refuses arch_prctl(ARCH_REQ_XCOMP_PERM) by a seccomp filter, as a container's profile may.
+_WITHOUT_AMX = """
+import ctypes, logging, struct, sys
+code = [(0x20, 0, 0, 0), (0x15, 0, 3, 158), (0x20, 0, 0, 16), (0x15, 0, 1, 0x1023)]
+code += [(0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]  # EPERM, else allowed
+packed = b"".join(struct.pack("HBBI", *each) for each in code)
+rules = ctypes.create_string_buffer(packed, len(packed))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code), ctypes.addressof(rules)))
+libc = ctypes.CDLL(None)
+if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):
+    sys.exit(77)
+logging.basicConfig(format="%(message)s")
+from libs.engine.kernels.library import load_library
+for _ in range(2):
+    print(load_library(bf16=True)._name)
+print(load_library(bf16=True, amx=False)._name)
+"""
+
+
+@pytest.mark.skipif(not library.can_use_amx(), reason="this machine has no AMX that a system could refuse")
+def test_a_kernel_that_refuses_amx_is_named_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_AMX], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    if done.returncode == 77:
+        pytest.skip("this system has no seccomp")
+    assert [Path(line).name for line in done.stdout.split()] == ["_kernels_x86_64_v4_bf16.so"] * 3, done
+    reason = "(arch_prctl: Operation not permitted): products take AVX512_BF16"
+    assert done.stderr.splitlines() == [f"the kernel refuses AMX to this process {reason}"]
 
 
 @X86

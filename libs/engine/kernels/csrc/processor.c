@@ -3,6 +3,7 @@
 
 #if defined(__linux__) && defined(__x86_64__)
 #include <cpuid.h>
+#include <errno.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #define ASK_FOR_STATE 0x1023 /* ARCH_REQ_XCOMP_PERM */
@@ -40,7 +41,7 @@ int32_t ss_processor_use_amx(void) {
     unsigned eax, ebx, ecx, edx;
     if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return 0;
     if (!(edx & AMX_BF16_BIT) || !(edx & AMX_TILE_BIT)) return 0;
-    return syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) == 0;
+    return syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) == 0 ? 1 : -errno;
 #else
     return 0;
 #endif
