@@ -27,7 +27,7 @@ from libs.worker.pins.peers import Peers
 from libs.worker.requests.tenant_tag import tenant_tag
 from slipstream.block_hashes import pack_hashes, unpack_hashes
 from slipstream.enum_names import TRANSPORTS
-from slipstream.errors import SlipstreamError, Unavailable
+from slipstream.errors import DataCorrupt, SlipstreamError, Unavailable
 from slipstream.rpc.rpc_errors import from_rpc_error
 from slipstream.v1 import kvstore_pb2, kvstore_pb2_grpc
 
@@ -157,7 +157,11 @@ class BlockWriter:
                     await self._store(endpoint, batch, origin)
                 except SlipstreamError as error:
                     log.warning("kvstore %s failed to store blocks: %s", endpoint, error)
-                    self._paused_until_s[endpoint] = time.monotonic() + _BACK_OFF_S
+                    now_s = time.monotonic()
+                    self._paused_until_s = {
+                        each: until_s for each, until_s in self._paused_until_s.items() if until_s > now_s
+                    }
+                    self._paused_until_s[endpoint] = now_s + _BACK_OFF_S
                     self.dropped_blocks += len(batch) + len(queue)
                     batch += queue
                     queue.clear()
@@ -219,6 +223,8 @@ class BlockWriter:
             has_ended = not n_left
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
+        except ValueError as error:  # of `unpack_hashes`
+            raise DataCorrupt(f"malformed hashes in an answer: {error}") from None
         finally:
             if has_ended:
                 self.reservations -= 1

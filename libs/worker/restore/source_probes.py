@@ -64,14 +64,14 @@ class SourceProbes:
     async def _until_it_answers(self, endpoint: str) -> None:
         while (at_s := self.breaker.next_probe_s(endpoint, now_s=self._clock())) is not None:
             await asyncio.sleep(max(0.0, at_s - self._clock()))
-            stub = health_pb2_grpc.HealthStub(self._peers.channel(endpoint))
             try:
+                stub = health_pb2_grpc.HealthStub(self._peers.channel(endpoint))
                 await stub.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                     await asyncio.sleep(PROBE_EVERY_S)
                     continue
-            except Exception:  # a defect or a closed channel must not end the probes
+            except Exception:  # a defect, or an unknown address: without probes no restore asks again
                 log.exception("%s could not be probed", endpoint)
                 await asyncio.sleep(PROBE_EVERY_S)
                 continue

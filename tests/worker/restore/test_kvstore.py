@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from libs.common.checksum import memory_at
+from libs.common.rpc.serve import ServiceHost
 from libs.common.transport.registered_memory import page_rounded
 from libs.engine.core.fake import expected_tokens
 from libs.engine.step.types import FullBlock, SamplingParams
@@ -16,9 +17,12 @@ from libs.worker.restore.prefix_restore import PrefixRestorer
 from slipstream.v1 import (
     common_pb2,
     decode_pb2,
+    kvstore_pb2,
+    kvstore_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
 )
+from tests.support.stubs.partial_servicer import partial_servicer
 from tests.worker.kvstore_node import KvstoreNode, running_kvstore
 from tests.worker.nodes import (
     SALT,
@@ -47,7 +51,7 @@ def by_tier(cached: Any) -> dict[int, int]:
 
 
 async def prefill_once(
-    node: Node, kvstore: KvstoreNode, tokens: list[int], request_id: str, **fields: Any
+    node: Node, kvstore: KvstoreNode | ServiceHost, tokens: list[int], request_id: str, **fields: Any
 ) -> prefill_pb2.FirstToken:
     """Prefill and release."""
     request = prefill_request(
@@ -212,6 +216,26 @@ async def test_requests_succeed_without_the_kvstore_and_no_page_stays_pinned() -
         await prefill.wait_idle()
         await decode.wait_idle()
         assert prefill.core.writer.dropped_blocks > 0
+
+
+class MalformedStore(kvstore_pb2_grpc.KvstoreServiceServicer):
+    """A kvstore whose answers have hashes of a wrong length."""
+
+    async def Reserve(self, request: Any, context: Any) -> kvstore_pb2.ReserveResponse:
+        return kvstore_pb2.ReserveResponse(reservation_id="r", wanted=b"short")
+
+
+async def test_blocks_are_dropped_where_a_kvstore_answers_with_malformed_hashes() -> None:
+    store, host = partial_servicer(MalformedStore), ServiceHost("127.0.0.1:0")
+    kvstore_pb2_grpc.add_KvstoreServiceServicer_to_server(store, host.server)
+    await host.start([])
+    async with running_nodes() as nodes:
+        node = await nodes.prefill()
+        writer, blocks = node.core.writer, hashes_of(node, prompt_tokens(60))
+        await prefill_once(node, host, prompt_tokens(60), "a")
+        await node.wait_idle()
+        assert (writer.dropped_blocks, writer.reservations) == (len(blocks), 0)
+    await host.stop(grace_s=0)
 
 
 async def test_a_full_kvstore_stores_the_blocks_that_fit() -> None:
