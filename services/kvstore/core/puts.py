@@ -199,8 +199,9 @@ class Puts:
                     self._counters.add("slipstream_kv_checksum_failures_total")
                     log.warning("block %s of a put has a wrong checksum", source.key.hex())
                     continue
-                self._table.publish(source.key, taken.pop(source.key), source.n_bytes, have)
-                published.append(source.key)
+                if self._store.dram.get(source.key) is None:  # a load may have published it meanwhile
+                    self._table.publish(source.key, taken.pop(source.key), source.n_bytes, have)
+                    published.append(source.key)
         except TransferError as error:
             log.warning("pull of %d blocks failed: %s", len(group), error)
         finally:

@@ -6,11 +6,12 @@ import asyncio
 
 import pytest
 
+from libs.common.checksum import checksum
 from libs.common.transport.base import PeerGone, Region, TransferTimeout
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.core.puts import PutSource
 from slipstream.errors import InvalidArgument, NotFound
-from tests.kvstore.store_rig import BLOCK_BYTES, DRAM, Rig, key, keys
+from tests.kvstore.store_rig import BLOCK_BYTES, DRAM, Rig, key, keys, payload
 
 
 async def test_a_reservation_that_is_not_committed_ends_with_its_lease(rig: Rig) -> None:
@@ -38,6 +39,21 @@ async def test_a_running_commit_keeps_its_reservation_from_expiring(rig: Rig) ->
     rig.transport.gate.set()
     assert (await commit)[0] == keys(1, 2)
     assert rig.store.lookup_local(keys(1, 2)) == [DRAM, DRAM]
+
+
+async def test_a_commit_counts_a_block_that_a_load_published_meanwhile(rig: Rig) -> None:
+    lease = rig.puts.reserve(keys(1, 2), BLOCK_BYTES, owner="w")
+    assert lease is not None
+    rig.transport.gate = asyncio.Event()
+    commit = asyncio.create_task(rig.puts.commit(lease.lease_id, "s", rig.sources([1, 2]), timeout_s=60))
+    await asyncio.sleep(0)
+    slot = rig.dram.table.allocate(BLOCK_BYTES)
+    assert slot is not None
+    rig.dram.table.publish(key(1), slot, BLOCK_BYTES, checksum(payload(1)))
+    rig.transport.gate.set()
+    committed, refused = await commit
+    assert (set(committed), refused) == (set(keys(1, 2)), [])
+    assert rig.at_rest()
 
 
 async def test_a_cancelled_commit_publishes_nothing_and_frees_everything(rig: Rig) -> None:
