@@ -93,6 +93,7 @@ class Operations:
                 self._store.dram.table.drop(block)
             elif self._store.disk is None or not await self._store.disk.drop(key):
                 continue
+            await asyncio.sleep(0)
             gone.add(key)
             dropped.copies += 1
         dropped.blocks = len(gone)

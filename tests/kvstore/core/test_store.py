@@ -11,6 +11,7 @@ import pytest
 from libs.common.checksum import checksum, checksum_at, memory_at
 from libs.common.transport.base import PeerGone
 from services.kvstore.disk.segment_format import Superblock
+from services.kvstore.operations import Operations
 from slipstream.errors import NotFound, Overloaded
 from tests.kvstore.store_rig import BLOCK_BYTES, DRAM, NVME, Rig, key, keys, payload
 
@@ -208,3 +209,13 @@ async def test_queued_prefetches_are_bounded_over_all_callers(rig: Rig) -> None:
     await rig.store.close(flush_timeout_s=60)
     assert rig.store.lookup_local(keys(*range(12)))[:9] == [DRAM] * 8 + [NVME]
     assert rig.at_rest()
+
+
+async def test_a_drop_of_blocks_in_memory_lets_requests_run_in_between(rig: Rig) -> None:
+    await rig.put(list(range(8)))
+    dropping = asyncio.create_task(Operations(rig.store).drop(keys(*range(8))))
+    seen = set()
+    while not dropping.done():
+        seen.add(rig.dram.table.n_blocks)
+        await asyncio.sleep(0)
+    assert len(seen) > 3
