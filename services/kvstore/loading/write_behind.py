@@ -32,7 +32,7 @@ class DiskWriteBehind:
         self._disks = disks
         self._waiting = WriteQueue(on_discard=self._resolve)
         self._running: dict[bytes, asyncio.Task[None]] = {}
-        self._waiters: dict[bytes, list[asyncio.Future[bool]]] = {}
+        self._waiters: dict[bytes, asyncio.Future[None]] = {}
         self._writing_bytes = 0
         self._started = False
         self._closing = False
@@ -82,14 +82,15 @@ class DiskWriteBehind:
 
     async def durable(self, keys: Sequence[bytes], *, timeout_s: float) -> list[bytes]:
         """The blocks of `keys` that are synced on a disk. Waits for queued and running writes."""
-        waiting = []
-        for key in keys:
-            if not self._disks.contains(key) and (key in self._waiting or key in self._running):
-                waiter = asyncio.get_running_loop().create_future()
-                self._waiters.setdefault(key, []).append(waiter)
-                waiting.append(waiter)
-        if waiting and timeout_s > 0 and self._disks.takes_blocks:
-            await asyncio.wait(waiting, timeout=timeout_s)
+        if timeout_s > 0 and self._disks.takes_blocks:
+            loop = asyncio.get_running_loop()
+            waiting = [
+                self._waiters.setdefault(key, loop.create_future())
+                for key in keys
+                if not self._disks.contains(key) and (key in self._waiting or key in self._running)
+            ]
+            if waiting:
+                await asyncio.wait(waiting, timeout=timeout_s)
         return [key for key in keys if self._disks.contains(key)]
 
     async def flush(self, *, timeout_s: float) -> bool:
@@ -166,6 +167,6 @@ class DiskWriteBehind:
         self._pump()
 
     def _resolve(self, key: bytes) -> None:
-        for waiter in self._waiters.pop(key, ()):
-            if not waiter.done():
-                waiter.set_result(True)
+        waiter = self._waiters.pop(key, None)
+        if waiter is not None:
+            waiter.set_result(None)

@@ -18,7 +18,7 @@ class WriteQueue:
 
     def __init__(self, on_discard: Callable[[bytes], None]) -> None:
         self._keys: OrderedDict[bytes, None] = OrderedDict()
-        self._on_given_up = on_discard
+        self._on_discard = on_discard
         self._idle = asyncio.Event()
         self._idle.set()
         self.dropped_blocks = 0
@@ -50,7 +50,7 @@ class WriteQueue:
         """Remove a block that will not be written, and report it to `on_discard`."""
         self.remove(key)
         self.dropped_blocks += 1
-        self._on_given_up(key)
+        self._on_discard(key)
 
     def clear(self) -> None:
         """Remove all blocks."""
