@@ -165,8 +165,8 @@ class FingerprintMismatch(FailedPrecondition):
 
 
 class Quarantined(FailedPrecondition):
-    """Two workers died while they ran this request and nothing else that was under suspicion. Sending it
-    again is refused for a while: clients must not retry it."""
+    """This request crashed its workers: two that ran no other suspect, or up to five beside others. It is
+    refused for a while, so clients must not retry it."""
 
     http_status = 422
 
