@@ -113,7 +113,7 @@ class AnswerCloser:
 
 def unplanned(n_left: int) -> AnswerEnd:
     """The plan of an answer without a way to its end: it may be cut. Pure."""
-    return AnswerEnd(n_left, min(n_left - 1, n_left * 7 // 8))
+    return AnswerEnd(n_left, n_left * 7 // 8)
 
 
 def _planned(n_left: int, way: WayOut | None) -> AnswerEnd:
