@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from libs.structured import grammar_cache
+from libs.structured import constraints, grammar_cache
 from libs.structured.constraints import ConstraintFactory
 from libs.structured.grammar_cache import LIMITS, GrammarCache
 from libs.structured.vocabulary import GrammarVocabulary
@@ -104,6 +104,18 @@ def test_a_lexer_at_its_limit_fails_no_later_answer(
     fresh = factory.make(rules, ())
     fresh.fill((), masks)
     assert not fresh.failure and len(factory.grammars) == 1
+
+
+def test_the_ends_of_the_least_recently_used_grammars_are_removed(
+    monkeypatch: pytest.MonkeyPatch, vocabulary: GrammarVocabulary
+) -> None:
+    monkeypatch.setattr(constraints, "MAX_CACHED_GRAMMARS", 2)
+    factory = ConstraintFactory(lambda: vocabulary, n_threads=1)
+    closers = []
+    for text in "abacac":
+        closers.append(factory.make(OutputConstraint(rule(text)), (), max_tokens=8)._closer)
+        assert len(factory._closers) <= 2
+    assert closers[0] is closers[2] is closers[4] and closers[3] is closers[5]
 
 
 def test_what_llguidance_gives_up_is_too_complex() -> None:
