@@ -40,6 +40,8 @@ _LONGEST_WRITE_PAUSE_S = 0.5
 _LATE_S = 10.0
 # An etcd that is well answers in less.
 _ANSWER_S = 0.5
+# What the value of another writer into etcd may raise.
+_MALFORMED = (ValueError, LookupError, TypeError, OverflowError, RecursionError)
 
 
 class WorkerExit(Enum):
@@ -110,7 +112,7 @@ class EtcdExitReports:
                     answered_s = clock()
                     await asyncio.sleep(_POLL_S)
             return WorkerExit.CRASHED if json.loads(found.value)["crashed"] else WorkerExit.KILLED
-        except (ValueError, KeyError, TypeError):
+        except _MALFORMED:
             return WorkerExit.UNREPORTED
         except (TimeoutError, SlipstreamError):
             is_answering = clock() - answered_s < _ANSWER_S and clock() - self._client.failed_s > _LATE_S
@@ -131,7 +133,7 @@ class EtcdExitReports:
                 found = (await self._client.get_prefix(prefix)).entries
             others = [json.loads(entry.value) for key, entry in found.items() if key != prefix + self._own]
             return CrashedAttempts(*(sum(int(counts[index]) for counts in others) for index in range(2)))
-        except (TimeoutError, SlipstreamError, ValueError, LookupError, TypeError):
+        except (TimeoutError, SlipstreamError, *_MALFORMED):
             return NO_ATTEMPTS
 
 

@@ -217,8 +217,11 @@ async def test_routers_report_what_ran_on_a_crashed_worker_to_each_other(
         assert await routers[0].attempts_elsewhere(crashed) == (7, 2)
         assert await routers[1].attempts_elsewhere(crashed) == (3, 3)
         assert await routers[0].attempts_elsewhere(other_run) == (0, 0)
-        await client.put(f"{exit_reports.ATTEMPTS_PREFIX}{crashed}/x", b"{}")
-        assert await routers[0].attempts_elsewhere(crashed) == (0, 0)  # it reads no such report
+        for malformed in (b"{}", b"[Infinity, 0]", b"[" * 10_000):
+            await client.put(f"{exit_reports.ATTEMPTS_PREFIX}{crashed}/x", malformed)
+            assert await routers[0].attempts_elsewhere(crashed) == (0, 0)  # it reads no such report
+            await client.put(exit_reports.EXITS_PREFIX + other_run, malformed)
+            assert await routers[0].exit_of(other_run) is WorkerExit.UNREPORTED
     finally:
         await client.close()
     away = EtcdExitReports(EtcdClient(["127.0.0.1:1"]), wait_s=0.1)
