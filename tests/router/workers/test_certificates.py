@@ -57,6 +57,7 @@ async def test_a_lost_connection_is_made_again_with_the_new_certificate(
                 return link is not None and link is not first and link.ready
 
             await eventually(is_back)
+            assert router.fleet.links_of(Role.DECODE) == (router.fleet.find(Role.DECODE, "decode-0"),)
             others = [link for link in router.fleet.links() if link.worker.role is not Role.DECODE]
             assert len(others) == 2 and all(link.ready for link in others)
 
