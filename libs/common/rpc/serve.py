@@ -25,6 +25,7 @@ import functools
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -260,16 +261,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         # One room for each method: streams that watch take no place of a probe.
         room = functools.partial(_enter, CallRoom(GRPC_PUBLIC_CALLS)) if is_public else _unbounded
         read = self._read_public if is_public else self._read
-        wrap_call = functools.partial(_wrap_call, unread=self._unread)
-        wrap: Callable[..., Any] = _wrap_stream if inspect.isasyncgenfunction(inner) else wrap_call
-        wrapped = wrap(
-            inner,
+        served = _ServedMethod(
             method,
             read=None if handler.request_streaming else read,
-            traced=traced,
-            begins=method in self._front_doors,
+            is_traced=traced,
+            begins_traces=traced and method in self._front_doors,
             room=room,
         )
+        is_generator = inspect.isasyncgenfunction(inner)
+        wrapped = _wrap_stream(inner, served) if is_generator else _wrap_call(inner, served, self._unread)
         most_bytes = GRPC_PUBLIC_REQUEST_BYTES if is_public else most_request_bytes(method)
         parse = self._malformed.checked(handler.request_deserializer, method, most_bytes=most_bytes)
         return make(wrapped, parse, handler.response_serializer)
@@ -298,25 +298,33 @@ def _enter(room: CallRoom, context: Context) -> contextlib.AbstractContextManage
     return room.entered(context.peer(), functools.partial(reset_call, handler))
 
 
+@dataclass(frozen=True, slots=True)
+class _ServedMethod:
+    """A method, and what surrounds each call of it. `read`: None where the handler reads its requests."""
+
+    name: str
+    read: ReadRequest | None
+    is_traced: bool
+    begins_traces: bool
+    room: Room
+
+    def span(self, context: Context, *, current: bool = True) -> contextlib.AbstractContextManager[Span]:
+        carrier: tracing.Carrier = functools.partial(metadata_of, context) if self.is_traced else {}
+        return tracing.server_span(self.name[1:], carrier, begins=self.begins_traces, current=current)
+
+
 def _wrap_call(
-    inner: Callable[..., Awaitable[Any]],
-    method: str,
-    *,
-    read: ReadRequest | None,
-    traced: bool,
-    begins: bool,
-    room: Room,
-    unread: HandlerDeadlines,
+    inner: Callable[..., Awaitable[Any]], method: _ServedMethod, unread: HandlerDeadlines
 ) -> Callable[..., Awaitable[Any]]:
     """Wrap a handler that returns its response, or writes its responses itself."""
 
     async def call(request: Any, context: Context) -> Any:
         try:
-            with room(context):
-                if read is not None:
-                    request = await read(method, context)
+            with method.room(context):
+                if method.read is not None:
+                    request = await method.read(method.name, context)
                 if tracing.enabled():
-                    with _span_of(method, context, traced=traced, begins=begins):
+                    with method.span(context):
                         response = await inner(request, context)
                 else:
                     response = await inner(request, context)
@@ -326,7 +334,7 @@ def _wrap_call(
             del request, context  # see _status_of
             raise
         except Exception as error:
-            status = _status_of(error, method, context)
+            status = _status_of(error, method.name, context)
         abort = context.abort_with_status(with_trailing(status, context))
         del request, context
         await abort
@@ -335,22 +343,16 @@ def _wrap_call(
 
 
 def _wrap_stream(
-    inner: Callable[..., AsyncIterator[Any]],
-    method: str,
-    *,
-    read: ReadRequest | None,
-    traced: bool,
-    begins: bool,
-    room: Room,
+    inner: Callable[..., AsyncIterator[Any]], method: _ServedMethod
 ) -> Callable[..., AsyncIterator[Any]]:
     async def call(request: Any, context: Context) -> AsyncIterator[Any]:
         stream: Any = None
         # The span is opened without being made current: a generator may be resumed in another context.
-        with _span_of(method, context, traced=traced, begins=begins, current=False) as opened:
+        with method.span(context, current=False) as opened:
             try:
-                with room(context):
-                    if read is not None:
-                        request = await read(method, context)
+                with method.room(context):
+                    if method.read is not None:
+                        request = await method.read(method.name, context)
                     stream = inner(request, context)
                     async for response in stream:
                         yield response
@@ -359,7 +361,7 @@ def _wrap_stream(
                 del request, context
                 raise
             except Exception as error:
-                status = _status_of(error, method, context)
+                status = _status_of(error, method.name, context)
                 tracing.failed(error, opened)
             finally:
                 if stream is not None:
@@ -369,13 +371,6 @@ def _wrap_stream(
         await abort
 
     return call
-
-
-def _span_of(
-    method: str, context: Context, *, traced: bool, begins: bool, current: bool = True
-) -> contextlib.AbstractContextManager[Span]:
-    carrier: tracing.Carrier = functools.partial(metadata_of, context) if traced else {}
-    return tracing.server_span(method[1:], carrier, begins=traced and begins, current=current)
 
 
 def metadata_of(context: Context) -> dict[str, str]:
