@@ -109,14 +109,15 @@ def build_engine(model_dir: Path, options: EngineOptions | None = None) -> Paged
             block_tokens=options.block_tokens,
             decode_steps=options.decode_steps,
         )
-    kv_dtype = _kv_dtype(config, options)
-    _check_context(config, kv_dtype, options)
+    kv_dtype = config.kv_dtype(options.weight_dtype, options.kv_dtype)
+    page = CacheShape(1, config.n_layers, options.block_tokens, config.latent_width, kv_dtype)
+    _check_context(config, page.page_bytes, options)
     steps = _step_memory(config, options)
     runner_options = RunnerOptions(
-        n_pages=_n_pages(config, kv_dtype, options),
+        n_pages=_n_pages(config, page.page_bytes, options),
         block_tokens=options.block_tokens,
         weight_dtype=options.weight_dtype,
-        kv_dtype=kv_dtype,
+        kv_dtype=options.kv_dtype,
         device=options.device,
         kernels=options.kernels,
         compute_dtype=options.compute_dtype,
@@ -249,36 +250,24 @@ def _check_head(head_dir: Path, config: ModelConfig) -> None:
         )
 
 
-def _kv_dtype(config: ModelConfig, options: EngineOptions) -> Literal["float32", "bfloat16"]:
-    if options.kv_dtype != "auto":
-        return options.kv_dtype
-    weight_dtype = config.dtype if options.weight_dtype == "auto" else options.weight_dtype
-    return "bfloat16" if weight_dtype == "bfloat16" else "float32"
-
-
-def _n_pages(config: ModelConfig, kv_dtype: str, options: EngineOptions) -> int:
+def _n_pages(config: ModelConfig, page_bytes: int, options: EngineOptions) -> int:
     if options.n_pages is not None and options.kv_memory_bytes is not None:
         raise InvalidArgument("kv_memory_bytes", "give either this or n_pages")
     if options.n_pages is not None:
         return options.n_pages
-    page = _page_shape(config, kv_dtype, options)
     if options.kv_memory_bytes is not None:
-        if options.kv_memory_bytes < page.page_bytes:
+        if options.kv_memory_bytes < page_bytes:
             raise InvalidArgument(
                 "kv_memory_bytes",
                 f"{options.kv_memory_bytes} is less than one block of {options.block_tokens} tokens: "
-                f"{page.page_bytes} bytes",
+                f"{page_bytes} bytes",
             )
-        return options.kv_memory_bytes // page.page_bytes
+        return options.kv_memory_bytes // page_bytes
     contexts = _DEFAULT_CONTEXTS * config.max_position_tokens // options.block_tokens
-    return max(min(contexts, _DEFAULT_KV_BYTES // page.page_bytes), 1)
+    return max(min(contexts, _DEFAULT_KV_BYTES // page_bytes), 1)
 
 
-def _page_shape(config: ModelConfig, kv_dtype: str, options: EngineOptions) -> CacheShape:
-    return CacheShape(1, config.n_layers, options.block_tokens, config.latent_width, kv_dtype)
-
-
-def _check_context(config: ModelConfig, kv_dtype: str, options: EngineOptions) -> None:
+def _check_context(config: ModelConfig, page_bytes: int, options: EngineOptions) -> None:
     """Raises InvalidArgument for a stated context that the model or the KV cache cannot hold."""
     wanted, most = options.max_context_tokens, config.max_position_tokens
     if wanted is None:
@@ -286,9 +275,8 @@ def _check_context(config: ModelConfig, kv_dtype: str, options: EngineOptions) -
     if wanted > most:
         raise InvalidArgument("max_context_tokens", f"{wanted} is more than the model's {most}")
     pages = -(-wanted // options.block_tokens)
-    missing = pages - _n_pages(config, kv_dtype, options)
+    missing = pages - _n_pages(config, page_bytes, options)
     if missing > 0:
-        page_bytes = _page_shape(config, kv_dtype, options).page_bytes
         raise InvalidArgument(
             "max_context_tokens",
             f"{wanted} tokens need a KV cache of {pages * page_bytes / 1e9:.3f} GB: "

@@ -239,8 +239,5 @@ def _stack(config: ModelConfig, weights: ModelWeights, kernels: Kernels, latent_
 
 
 def cache_shape(config: ModelConfig, options: RunnerOptions) -> CacheShape:
-    kv_dtype = options.kv_dtype
-    if kv_dtype == "auto":
-        weight_dtype = config.dtype if options.weight_dtype == "auto" else options.weight_dtype
-        kv_dtype = "bfloat16" if weight_dtype == "bfloat16" else "float32"
+    kv_dtype = config.kv_dtype(options.weight_dtype, options.kv_dtype)
     return CacheShape(options.n_pages, config.n_layers, options.block_tokens, config.latent_width, kv_dtype)

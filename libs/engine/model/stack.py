@@ -67,7 +67,8 @@ class PlainStack:
 
     def _attention(self, x: torch.Tensor, weights: Attention, index: int, plan: BatchPlan) -> torch.Tensor:
         """Multi-head latent attention: [T, H] -> [T, heads * v]."""
-        return attend_latents(x, weights, index, plan, self.kernels, self.config, self.latent_norm_eps)
+        q = store_and_query(x, weights, index, plan, self.kernels, self.config, self.latent_norm_eps)
+        return self.kernels.attend(q, weights.kv_b, index, plan, self.config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +86,6 @@ class FusedStack(PlainStack):
             kernels.moe(normed, layer.mlp, residual=x)
         else:
             kernels.mlp(normed, layer.mlp, residual=x)
-
-
-def attend_latents(
-    x: torch.Tensor,
-    weights: Attention,
-    index: int,
-    plan: BatchPlan,
-    kernels: Kernels,
-    config: ModelConfig,
-    norm_eps: float,
-) -> torch.Tensor:
-    """Multi-head latent attention over the heads of `config`: [T, H] -> [T, heads * v]."""
-    q = store_and_query(x, weights, index, plan, kernels, config, norm_eps)
-    return kernels.attend(q, weights.kv_b, index, plan, config)
 
 
 def store_and_query(

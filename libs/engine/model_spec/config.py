@@ -75,6 +75,13 @@ class ModelConfig:
             scale *= yarn_mscale(self.yarn.factor, self.yarn.mscale_all_dim) ** 2
         return scale
 
+    def kv_dtype(self, weight_dtype: str, kv_dtype: str) -> str:
+        """The dtype of the latent cache; "auto" = bfloat16 where the weights are held in it, else float32."""
+        if kv_dtype != "auto":
+            return kv_dtype
+        held = self.dtype if weight_dtype == "auto" else weight_dtype
+        return "bfloat16" if held == "bfloat16" else "float32"
+
     def is_moe(self, layer: int) -> bool:
         return layer >= self.first_k_dense and layer % self.moe_layer_freq == 0
 

@@ -47,7 +47,7 @@ def kv_cache_size(
         steps_bytes = 0 if decode_steps is None else decode_steps.n_bytes(shape, max_context_tokens)
         memory = replace(memory, decode_steps_bytes=steps_bytes, draft_head_bytes=draft_head_bytes)
     weights = config.dtype if weight_dtype == "auto" else weight_dtype
-    kv = ("bfloat16" if weights == "bfloat16" else "float32") if kv_dtype == "auto" else kv_dtype
+    kv = config.kv_dtype(weight_dtype, kv_dtype)
     return kv_cache_bytes(
         shape,
         memory,
