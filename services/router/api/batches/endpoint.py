@@ -104,7 +104,8 @@ class BatchEndpoints:
         response = web.StreamResponse(headers=headers)
         response.content_length = file.n_bytes
         with self._delivery.sending(tenant, min(file.n_bytes, batch_bounds.FILE_CHUNK_BYTES)):
-            return await send_pieces(request, response, self._operations.files.chunks(file))
+            chunks = self._operations.content(file, partial(self._reader.tenant, request))
+            return await send_pieces(request, response, chunks)
 
     # ---- batches
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from libs.common import batch_bounds
@@ -65,6 +65,12 @@ class BatchOperations:
         return await files.page(
             tenant, purpose=purpose, after=after, limit=limit + 1, is_ascending=is_ascending
         )
+
+    async def content(self, file: StoredFile, check_key: Callable[[], object]) -> AsyncIterator[bytes]:
+        """The chunks of a file, each where `check_key` raises nothing. Raises NotFound for a deleted one."""
+        async for chunk in self.files.chunks(file):
+            check_key()
+            yield chunk
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
         """Delete a file. Raises NotFound, and FailedPrecondition while a batch reads it."""

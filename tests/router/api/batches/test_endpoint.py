@@ -19,7 +19,7 @@ from libs.database.database import open_database
 from services.router.api.api_keys import ApiKeys
 from services.router.api.batches import endpoint, upload
 from services.router.api.batches.file_store import FileStore
-from services.router.api.batches.records import TokenTotals
+from services.router.api.batches.records import StoredFile, TokenTotals
 from services.router.api.batches.results import result_lines
 from services.router.jobs.types import JobResult, JobState
 from services.router.request.model_card import ModelCard
@@ -344,6 +344,19 @@ async def test_an_upload_ends_with_its_key(
         while await files.sweep():
             pass
     assert await database.read(lambda tx: tx.execute("SELECT id FROM files")) == []
+
+
+async def test_a_download_ends_with_its_key(tenants: Tenants, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, all_chunks = await tenants.upload(b"x" * (3 << 20)), FileStore.chunks
+
+    async def chunks(files: FileStore, file: StoredFile) -> AsyncIterator[bytes]:
+        async for chunk in all_chunks(files, file):
+            yield chunk
+            tenants.router._options.keys.replace([])
+
+    monkeypatch.setattr(FileStore, "chunks", chunks)
+    with pytest.raises(aiohttp.ClientPayloadError):
+        await tenants.ask("GET", f"/v1/files/{file['id']}/content")
 
 
 @pytest.mark.parametrize(
