@@ -11,9 +11,8 @@ from libs.common import batch_bounds
 from services.router.admission.tenant_shares import ReceiveSlots
 from services.router.api.batches.file_store import FileStore, FileWriter, NewFile
 from services.router.api.batches.records import StoredFile
+from services.router.api.followers import KEY_CHECK_S
 from slipstream import bounds
-
-KEY_CHECK_S = 1.0
 
 
 class FileUpload:

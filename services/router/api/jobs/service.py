@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
 from libs.common import api_bounds, job_bounds, service_bounds
 from services.router.admission.fair_threads import RunPiece
-from services.router.api.followers import Followers
+from services.router.api.followers import Followers, while_allowed
 from services.router.api.rpc.callers import Callers, Context
 from services.router.api.rpc.server import GrpcServer
 from services.router.api.rpc.wire.message_reader import read_message
@@ -34,8 +33,6 @@ from slipstream.bound import Rule
 from slipstream.v1 import jobs_pb2
 
 SERVICE_NAME = "slipstream.v1.JobService"
-T = TypeVar("T")
-_KEY_CHECK_S = 1.0
 _ID = re.compile(r"job-[0-9a-f]{30}")
 ReadMessage = Callable[..., Awaitable[Any]]
 _STATES = {state: jobs_pb2.JobState.Value(f"JOB_STATE_{state.name}") for state in JobState}
@@ -143,35 +140,17 @@ class JobService:
         self, request: jobs_pb2.FollowJobsRequest, context: Context
     ) -> AsyncIterator[jobs_pb2.FollowJobsResponse]:
         """FollowJobs."""
-        tenant = self._callers.tenant(context)
+        tenant, store = self._callers.tenant(context), self._store
         is_group = _named(request) == "group_id"
+        changes: AsyncIterator[Job | JobCounts] = (
+            store.follow_group(tenant, request.group_id) if is_group else store.follow(tenant, request.id)
+        )
         with self._followers.following(tenant):
-            if is_group:
-                async for counts in self._allowed(
-                    self._store.follow_group(tenant, request.group_id), context
-                ):
-                    yield jobs_pb2.FollowJobsResponse(counts=_counts_of(counts))
-            else:
-                async for job in self._allowed(self._store.follow(tenant, request.id), context):
-                    yield jobs_pb2.FollowJobsResponse(job=_message_of(job))
-
-    async def _allowed(self, changes: AsyncIterator[T], context: Context) -> AsyncIterator[T]:
-        """The changes, while the call's key counts. Raises Unauthenticated then, also without a change."""
-        waiting = asyncio.ensure_future(anext(changes, None))
-        try:
-            while True:
-                has_changed, _ = await asyncio.wait([waiting], timeout=_KEY_CHECK_S)
-                self._callers.check_key(context)
-                if not has_changed:
-                    continue
-                change = waiting.result()
-                if change is None:
-                    return
-                yield change
-                waiting = asyncio.ensure_future(anext(changes, None))
-        finally:
-            waiting.cancel()
-            await asyncio.wait([waiting])
+            async for change in while_allowed(changes, partial(self._callers.check_key, context)):
+                if isinstance(change, Job):
+                    yield jobs_pb2.FollowJobsResponse(job=_message_of(change))
+                elif change is not None:
+                    yield jobs_pb2.FollowJobsResponse(counts=_counts_of(change))
 
 
 def _named(request: Any) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import aclosing
 from functools import partial
 
 from aiohttp import web
@@ -14,7 +15,7 @@ from libs.common.http.failure import ErrorShape, failure_of
 from services.router.api.answers.exchange import read_exchange
 from services.router.api.answers.prompt_tokens import count_tokens
 from services.router.api.content_encoding import decompress
-from services.router.api.followers import Followers
+from services.router.api.followers import Followers, while_allowed
 from services.router.api.http.event_stream import EventStream
 from services.router.api.http.generation import GenerationEndpoint
 from services.router.api.http.ignored_header import ignored_header
@@ -111,26 +112,25 @@ class ResponsesRoutes:
         stall_s, keep_alive_s = self._generation.write_stall_s, self._generation.keep_alive_s
         stream = EventStream(request, dict, write_stall_s=stall_s)
         changes = self._operations.background.follow(tenant, response_id)
-        waiting: asyncio.Task[Json | None] = asyncio.create_task(_next(changes))
+        now_s = asyncio.get_running_loop().time
+        sent_s = now_s()
         try:
-            while True:
-                if not (await asyncio.wait([waiting], timeout=keep_alive_s))[0]:
-                    await stream.keep_alive()
-                    continue
-                if (response := waiting.result()) is None:
-                    await stream.send(b"", is_last=True)
-                    return stream.response
-                self._reader.tenant(request)  # the key may have been revoked
-                after = await send_events(self.delivery, stream, tenant, response, after=after)
-                del response  # it may have megabytes, and its next state come in hours
-                waiting = asyncio.create_task(_next(changes))
+            async with aclosing(while_allowed(changes, partial(self._reader.tenant, request))) as allowed:
+                async for response in allowed:
+                    if response is not None:
+                        after = await send_events(self.delivery, stream, tenant, response, after=after)
+                    elif now_s() - sent_s >= keep_alive_s:
+                        await stream.keep_alive()
+                    else:
+                        continue
+                    sent_s = now_s()
+            await stream.send(b"", is_last=True)
+            return stream.response
         except errors.SlipstreamError as error:
             if not stream.has_begun:
                 raise
             await stream.fail(self.format.error_events(failure_of(error), None))
             return stream.response
-        finally:
-            waiting.cancel()
 
     async def _count(self, request: web.Request) -> web.Response:
         """The number of tokens of the prompt that a body makes."""
@@ -184,7 +184,3 @@ class ResponsesRoutes:
         )
         stall_s = self._generation.write_stall_s
         return await self.delivery.send_object(request, tenant, page, stall_s=stall_s)
-
-
-async def _next(changes: AsyncIterator[Json]) -> Json | None:
-    return await anext(changes, None)

@@ -272,6 +272,34 @@ async def test_what_cannot_be_in_the_background_is_refused(
         assert (await ask(other, "POST", PATH, 400, json=BODY))["error"]["param"] == "background"
 
 
+@pytest.mark.parametrize("keep_alive_s", [0.0, 10.0])
+async def test_a_stream_ends_with_its_key(
+    cluster: FakeCluster,
+    card: ModelCard,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    keep_alive_s: float,
+) -> None:
+    """Also while the response does not change."""
+    monkeypatch.setattr("services.router.api.followers.KEY_CHECK_S", 0.02)
+    database, keys = open_database(f"sqlite:{tmp_path}/test.db"), tenant_keys({"key-a": "anna"})
+    async with (
+        open_router(cluster, card, database=database, keys=keys) as router,
+        aiohttp.ClientSession(f"http://{router.http_endpoint}", headers={"x-api-key": "key-a"}) as http,
+    ):
+        router._http.generation.keep_alive_s = keep_alive_s
+        router.manager.drain()  # nothing is pulled
+        async with (
+            asyncio.timeout(WAIT_S),
+            http.post(PATH, json={**BODY, "stream": True}) as answer,
+        ):
+            first = await answer.content.readuntil(b"\n\n")
+            keys.replace([])
+            seen = objects(first + await answer.content.read())
+        assert seen[-1]["type"] == "error" and "revoked" in seen[-1]["message"]
+    await database.close()
+
+
 async def test_a_stream_that_is_refused_begins_nothing(
     http: aiohttp.ClientSession, server: RouterServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
