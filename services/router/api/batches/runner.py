@@ -193,6 +193,7 @@ class BatchRunner:
                     return held, True
                 held, group = next_held, _LineGroup()
                 group.add(line)
+            await self._keep(held)  # the lines that are skipped may be a long file
         next_held = await self._submit_some(held, group.lines) if group.lines else held
         return next_held or held, next_held is None
 

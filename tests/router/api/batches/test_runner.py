@@ -11,7 +11,7 @@ import pytest
 
 from libs.common import batch_bounds
 from services.router.api.batches import runner
-from services.router.api.batches.batch_store import decode_batch
+from services.router.api.batches.batch_store import LEASE_S, decode_batch
 from services.router.api.batches.records import NewBatch, RequestBatch, batch_object
 from services.router.api.batches.runner import BatchRunner
 from services.router.api.batches.states import BatchState
@@ -79,6 +79,22 @@ async def test_a_batch_with_a_defect_fails_and_runs_nothing(
     said = batch_object(batch)
     assert [item["code"] for item in said["errors"]["data"]] == codes
     assert said["failed_at"] is not None
+
+
+async def test_a_batch_stays_held_while_its_file_is_read(
+    tables: BatchTables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"messages": [{"role": "user", "content": "x" * runner._PIECE_BYTES}]}
+    batch = await tables.create(b"".join(line(f"n{index}", body=body) for index in range(8)))
+
+    async def slow_piece(tenant: str, piece: Callable[[], Any]) -> Any:
+        tables.jobs.now_s += LEASE_S / 3
+        assert await tables.batches.hold() is None
+        return piece()
+
+    monkeypatch.setattr(tables, "_run_piece", slow_piece)
+    assert await tables.make_runner().step()
+    assert (await tables.get(batch)).n_submitted == 8
 
 
 async def test_a_router_that_dies_amid_submission_doubles_no_job(
