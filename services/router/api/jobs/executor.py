@@ -69,8 +69,8 @@ class AnswerExecutor:
                 await self._manager.read(caller, read, n_bytes=n_bytes + n_further_bytes)
             return answer_format.n_read_bytes
         except errors.InvalidArgument as error:
-            path = "body" if error.field == "body" else f"body.{error.field}"
-            raise errors.InvalidArgument(f"{field}.{path}", error.reason) from None
+            inner = "" if error.field == "body" else f".{error.field}"
+            raise errors.InvalidArgument(f"{field}.body{inner}", error.reason) from None
         except errors.NotFound as error:
             if error.field is None:
                 raise
