@@ -16,6 +16,8 @@ import msgspec
 _NAMED = re.compile(r"(?:functions\.)?(?P<name>[^\s:]+)(?::(?P<index>\d+))?")
 _BARE = re.compile(r"(?:functions\.)?:?(?P<index>\d*)")
 
+_MAX_DIGITS = 9  # far above any number of calls; int() refuses a few thousand
+
 
 class ToolCallHeader(msgspec.Struct, frozen=True, gc=False):
     """A call's `id` as written, "" if it has to be made from the name, and `name`, None if not written."""
@@ -38,20 +40,25 @@ def parse_header(text: str) -> ToolCallHeader:
     """Parse a header. Never fails: text of an unknown form is the name itself."""
     text = text.strip()
     if bare := _BARE.fullmatch(text):
-        return ToolCallHeader("", None, int(bare["index"]) if bare["index"] else None)
+        return ToolCallHeader("", None, _index(bare["index"]))
     named = _NAMED.fullmatch(text)
     if named is None:
         return ToolCallHeader(text, text.removeprefix("functions."), None)
     if named["index"] is None:
         return ToolCallHeader("", named["name"], None)
-    return ToolCallHeader(text, named["name"], int(named["index"]))
+    return ToolCallHeader(text, named["name"], _index(named["index"]))
+
+
+def _index(digits: str) -> int | None:
+    """The number of a call; None if none is written, or one that no call has."""
+    return int(digits) if 0 < len(digits) <= _MAX_DIGITS else None
 
 
 def infer_name(tools: Sequence[Mapping[str, Any]], arguments: str) -> str | None:
     """The declared tool whose parameters fit the arguments best; None if none fits."""
     try:
         given = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(given, dict):
         return None

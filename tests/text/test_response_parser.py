@@ -120,6 +120,9 @@ def test_text_that_spells_control_tokens_stays_text(tokenizer: Tokenizer) -> Non
         assert not parser.saw_tool_calls
 
 
+MANY_DIGITS = "9" * 5_000  # more than int() reads
+
+
 @pytest.mark.parametrize(
     ("header", "call_id", "name"),
     [
@@ -128,6 +131,7 @@ def test_text_that_spells_control_tokens_stays_text(tokenizer: Tokenizer) -> Non
         ("functions.a.b:12", "functions.a.b:12", "a.b"),
         ("functions.f", "functions.f:0", "f"),
         ("f", "functions.f:0", "f"),
+        pytest.param(f"f:{MANY_DIGITS}", f"f:{MANY_DIGITS}", "f", id="many digits"),
         ("call it: f", "call it: f", "call it: f"),
     ],
 )
@@ -157,10 +161,14 @@ PING_TOOL = {"type": "function", "function": {"name": "ping"}}
         ([WEATHER_TOOL, ORDER_TOOL], '{"colour": 1}', None),
         ([WEATHER_TOOL, ORDER_TOOL], '{"city": "Par', None),
         ([WEATHER_TOOL, ORDER_TOOL], "[1]", None),
+        pytest.param([WEATHER_TOOL, ORDER_TOOL], "[" * 100_000, None, id="nested deep"),
         ([], "{}", None),
     ],
 )
-@pytest.mark.parametrize(("header", "index"), [("4", 4), ("functions.:4", 4), ("", 0)])
+@pytest.mark.parametrize(
+    ("header", "index"),
+    [("4", 4), ("functions.:4", 4), ("", 0), pytest.param(MANY_DIGITS, 0, id="many digits")],
+)
 def test_a_bare_number_gets_the_name_of_the_tool_that_fits(
     tokenizer: Tokenizer, tools: list[Any], arguments: str, name: str | None, header: str, index: int
 ) -> None:
