@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,57 @@ def test_values_take_one_shape_as_the_interpreter_gives_it(
     for found, wanted in zip(quick, checked, strict=True):
         assert str(found.type) == str(wanted.type)
         np.testing.assert_array_equal(found.handle.data, wanted.handle.data)
+
+
+POINTER = tl.pointer_type(tl.float32)
+OPERANDS = [
+    *[
+        (name, shape)
+        for name in ("int1", "int32", "int64", "uint8", "fp16", "bf16", "fp32")
+        for shape in (None, 4)
+    ],
+    *[(number, None) for number in (2, 2.0, -1, 1 << 40, True, 0.5, -0.0, float("inf"))],
+    ("pointer", None),
+    ("pointer", 4),
+]
+
+
+def operand(kind: str | float, n: int | None) -> Any:
+    if not isinstance(kind, str):
+        return kind
+    scalar = POINTER if kind == "pointer" else tl.dtype(kind)
+    data = np.arange(n or 1).astype(quick_interpreter.table_of_dtypes(scalar))
+    return tl.tensor(interpreter.TensorHandle(data, scalar), tl.block_type(scalar, [n]) if n else scalar)
+
+
+def outcome(operands: Any, left: Any, right: Any, checks: tuple[bool, ...]) -> object:
+    """The types and values of both operands, or the error."""
+    try:
+        found = operands(interpreter.interpreter_semantic, left, right, *checks)
+    except Exception as error:
+        return type(error), str(error)
+    return [(str(each.type), str(each.shape), repr(each.handle.data)) for each in found]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize(
+    "checks", [(), (True, True), (True, False), (False, False, False, True), (False, False, True, True)]
+)
+def test_operands_take_one_type_as_the_interpreter_gives_it(checks: tuple[bool, ...]) -> None:
+    for left, right in itertools.product(OPERANDS, OPERANDS):
+        wanted = outcome(quick_interpreter.convert_operands, operand(*left), operand(*right), checks)
+        for _ in range(2):  # the second finds the constant
+            found = outcome(quick_interpreter.operands, operand(*left), operand(*right), checks)
+            assert found == wanted, (left, right)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [tl.constexpr(3), tl.constexpr(None), 3, None, [tl.constexpr(1), 2], (tl.constexpr(1), 2), tl.int32],
+)
+def test_a_constant_is_unwrapped_as_by_the_interpreter(value: Any) -> None:
+    found, wanted = quick_interpreter.unwrap(value), quick_interpreter.unwrap_any(value)
+    assert type(found) is type(wanted) and found == wanted
 
 
 def test_an_overflow_is_asserted_in_a_debug_build_only(monkeypatch: pytest.MonkeyPatch) -> None:
