@@ -14,6 +14,7 @@ from libs.planner.exchanges import ALL_REDUCED
 from libs.planner.fit import CardMemory, fit_memory, kv_shares
 from libs.planner.plan import capacity_at, make_plan
 from libs.planner.shapes.llama4_shape import llama4_shape
+from libs.planner.shapes.model_shape import ModelShape
 from libs.planner.times import EFFICIENCY, StepTimes
 from libs.planner.traffic import Traffic
 from slipstream.errors import InvalidArgument
@@ -107,6 +108,24 @@ def test_scout_on_two_h200() -> None:
     plan = make_plan(model, *parse_cards("2xh200-141"))
     assert plan.chosen.fit.kv_tokens > 1_220_000
     assert fit_memory(model, Cut(2), CardMemory(1 << 30)).kv_tokens == 0
+
+
+def test_maverick_has_experts_in_every_second_layer() -> None:
+    text = SCOUT_CONFIG["text_config"] | {"num_local_experts": 128, "interleave_moe_layer_step": 2}
+    model = llama4_shape(SCOUT_CONFIG | {"text_config": text}, "maverick")
+    assert model.weights_bytes == 2 * 401_583_781_376
+    assert [layer.n_experts for layer in model.layers] == [0, 128] * 24
+
+
+def test_layers_that_attend_to_everything_may_be_stated() -> None:
+    def stated(no_rope_layers: list[int]) -> ModelShape:
+        text = SCOUT_CONFIG["text_config"] | {"no_rope_layers": no_rope_layers}
+        return llama4_shape(SCOUT_CONFIG | {"text_config": text}, "scout")
+
+    assert stated([1, 1, 1, 0] * 12) == scout()
+    assert stated([1] * 47 + [0]).kv_token_bytes == scout().kv_token_bytes // 12
+    with pytest.raises(InvalidArgument, match="48 entries"):
+        stated([1, 0])
 
 
 @pytest.mark.parametrize(("cut", "parts"), [(Cut(2), 2), (Cut(2, dp=2), 1)])
