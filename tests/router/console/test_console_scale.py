@@ -150,6 +150,7 @@ async def test_every_answer_is_bounded() -> None:
     async with large_console() as (http, recorder):
         fleet, n_bytes = await read(http, "fleet")
         assert len(fleet["workers"]) == WORKERS and n_bytes < 100_000
+        assert {(row["age_ms"], row["load"]["kv_blocks_total"]) for row in fleet["workers"]} == {(100, 150)}
         page, n_bytes = await read(http, f"requests?limit={PAGE}")
         assert (len(page["requests"]), page["total"], page["dropped"]) == (PAGE, KEPT, REQUESTS - KEPT)
         assert n_bytes < PAGE * 700

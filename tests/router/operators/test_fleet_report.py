@@ -10,6 +10,9 @@ import pytest
 from libs.common.cluster.worker_record import FleetSnapshot, Role, Worker
 from libs.common.fleet_bounds import MAX_SHOWN_PROCESSES
 from services.router.operators.fleet_report import (
+    DRAINING,
+    READY,
+    SILENT,
     find_process,
     fleet_processes,
     shown_members,
@@ -47,12 +50,24 @@ def test_no_room_is_made_up() -> None:
     assert store_of(worker_pb2.LoadReport()).load == worker_pb2.LoadReport(), "no worker states a size"
 
 
-def test_a_router_shows_a_bounded_number_of_records_and_its_own_in_any_case() -> None:
-    own = Worker(Role.ROUTER, "z", "127.0.0.1:1", "mine")
+def test_a_router_is_silent_without_a_report_and_drains_by_its_own() -> None:
+    members = FleetSnapshot.of(Worker(Role.ROUTER, name, "127.0.0.1:1", "1") for name in "abc")
+    routers = {"b": worker_pb2.LoadReport(), "c": worker_pb2.LoadReport(draining=True)}
+    found = fleet_processes(members, [], routers=routers, leaving=lambda _: None)
+    assert [process.state for process in found] == [SILENT, READY, DRAINING]
+
+
+@pytest.mark.parametrize("name", ["a", "z"])
+def test_a_router_shows_a_bounded_number_of_records_and_its_own_in_any_case(name: str) -> None:
+    own = Worker(Role.ROUTER, name, "127.0.0.1:1", "mine")
     false = [Worker(Role.ROUTER, f"r-{number}", "h:1", "i") for number in range(2 * MAX_SHOWN_PROCESSES)]
     leaving = [Worker(Role.DECODE, f"d-{number}", "h:1", "i") for number in range(2 * MAX_SHOWN_PROCESSES)]
     stated = replace(own, endpoint="evil.test:1")
     seen = shown_members(FleetSnapshot.of([*false, stated, DECODE], leaving=leaving), own)
-    assert len(seen.with_role(Role.ROUTER)) == len(seen.leaving) == MAX_SHOWN_PROCESSES
-    assert find_process(seen, "router", "z") == own
+    assert (
+        len({worker.key for worker in seen.with_role(Role.ROUTER)})
+        == len(seen.leaving)
+        == MAX_SHOWN_PROCESSES
+    )
+    assert [worker for worker in seen.workers if worker.key == own.key] == [own]
     assert find_process(seen, "decode", DECODE.instance) == DECODE

@@ -77,7 +77,7 @@ async def test_a_drained_process_stays_in_view_and_is_undrained_through_the_rout
             await router._discovery.withdraw(worker.worker)
             await eventually(lambda: not list(router.fleet.links()))
             (drained,) = [each for each in (await client.get()).processes if each.role == status.role]
-            assert state_name(drained) == "draining"
+            assert state_name(drained) == "draining" and drained.load.draining
             await stub.Undrain(worker_pb2.UndrainRequest(), timeout=WAIT_S)
             assert not worker.service.draining
 

@@ -105,6 +105,8 @@ def test_the_table_says_the_same(tmp_path: Path) -> None:
         ({**FLEET, "decode": {}}, REQUEST, "decode"),
         ({**FLEET, "region_ms": 5}, REQUEST, "region_ms"),
         ({**FLEET, "region_ms": {"eu": -1}}, REQUEST, "region_ms.eu"),
+        ({**FLEET, "region_ms": {"eu": "5"}}, REQUEST, "region_ms.eu"),
+        ({**FLEET, "region_ms": {"eu": True}}, REQUEST, "region_ms.eu"),
         ({**FLEET, "prefill": [{"instance": 5}]}, REQUEST, "prefill[0].instance"),
         ({**FLEET, "prefill": [{"instance": ""}]}, REQUEST, "prefill[0].instance"),
         ({**FLEET, "stores": [{"instance": "\ud800"}]}, REQUEST, "stores[0].instance"),
