@@ -37,7 +37,7 @@ _MOST = tuple(_bounds().items())
 
 
 def keep_plausible(report: worker_pb2.LoadReport) -> worker_pb2.LoadReport:
-    """A copy of the report with each figure within its bounds, and 0 for one that is no number."""
+    """Bound each figure of the report in place, with 0 for one that is no number; returns the report."""
     for name, most in _MOST:
         value = getattr(report, name)
         if not value or LEAST_FIGURE <= value <= most:

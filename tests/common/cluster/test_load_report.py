@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libs.common.cluster.load_report import LEAST_FIGURE, keep_plausible
+from libs.common.cluster.load_report import LEAST_FIGURE, MAX_AMOUNT, MAX_REQUESTS, keep_plausible
 from slipstream.v1 import worker_pb2
 
 FIELDS = worker_pb2.LoadReport.DESCRIPTOR.fields
@@ -39,6 +39,13 @@ def test_figures_are_amounts_whose_sums_and_inverses_are_finite(
     requests = one.requests_running + one.requests_waiting + one.handoffs
     assert requests * 1024 < 1 << 32, "of a whole fleet"
     assert (one.prefill_tokens_in_flight + one.decode_tokens_in_flight) * 1024 < 1 << 63
+
+
+def test_what_is_no_amount_counts_as_none_and_too_much_as_the_most() -> None:
+    for value, kept in ((math.nan, 0), (-1.0, 0), (LEAST_FIGURE / 2, 0), (2.0, 1), (math.inf, 1)):
+        assert keep_plausible(worker_pb2.LoadReport(busy_share=value)).busy_share == kept
+    assert keep_plausible(worker_pb2.LoadReport(requests_running=1 << 31)).requests_running == MAX_REQUESTS
+    assert keep_plausible(worker_pb2.LoadReport(blocks_free=1 << 63)).blocks_free == MAX_AMOUNT
 
 
 def test_the_figures_of_an_honest_report_stay() -> None:

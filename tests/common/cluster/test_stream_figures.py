@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from libs.common.cluster.stream_figures import (
     MAX_CACHED_ENTRIES,
+    MAX_STEP_DRAFTS,
     MAX_STEPS,
     MAX_TIME_MS,
     keep_plausible_delta,
@@ -69,6 +70,7 @@ def test_the_figures_of_a_decode_worker_add_up(
     assert_within(prompt_tokens, stats.cached, stats.transfer_ms)
     assert all(getattr(stats, name) <= MAX_STEPS for name in COUNTS)
     assert stats.accepted_drafts <= stats.proposed_drafts
+    assert stats.proposed_drafts <= stats.drafted_steps * MAX_STEP_DRAFTS
     assert stats.drafted_steps <= stats.decode_steps
     assert math.isfinite(stats.accepted_drafts / max(stats.drafted_steps, 1))
 
