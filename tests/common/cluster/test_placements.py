@@ -256,6 +256,22 @@ async def test_placements_expire_and_a_restarted_router_loads_the_others(etcd: E
     assert knew
 
 
+async def test_changes_within_a_window_share_a_lease(etcd: EtcdProcess) -> None:
+    now_s, client = 100.0, EtcdClient([etcd.endpoint])
+    leases = placements_module._WindowLeases(client, 400, lambda: now_s)
+    try:
+        first = await leases.current()
+        now_s += 99
+        assert await leases.current() == first
+        now_s += 1
+        second = await leases.current()
+        assert second != first
+        leases.drop()
+        assert await leases.current() not in (first, second)
+    finally:
+        await client.close()
+
+
 async def test_a_lost_lease_only_delays_a_write(etcd: EtcdProcess) -> None:
     async with router(etcd.endpoint) as placements:
         placements.put(SESSION, Placement(decode="d-0"))
