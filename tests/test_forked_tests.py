@@ -7,12 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-from multiprocessing import Pipe
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.forked_tests.messages import receive
+from tests.support.forked_tests.messages import ForkEnd, MessageReader, TestBegin, send
 
 ROOT = Path(__file__).parents[1]
 CONFTEST = """
@@ -113,19 +114,107 @@ def test_after():
 """
 
 
-def run(folder: Path, *options: str, more: str = "", **files: str) -> str:
-    """What pytest prints in a folder with these files of tests, and `more` of a conftest."""
+# It leaves a process behind, which holds its pipe to the parent.
+DIES_AMID_A_MESSAGE = """
+import os, signal
+from pathlib import Path
+import conftest
+
+def test_dies():
+    left = os.fork()
+    if left == 0:
+        os.closerange(0, conftest.pipe)
+        os.closerange(conftest.pipe + 1, 1024)
+        signal.pause()
+    Path(__file__).with_name("left").write_text(str(left))
+    os.write(conftest.pipe, (100).to_bytes(4, "big") + b"{")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+KNOWS_ITS_PIPE = """
+import tests.support.forked_tests.fork as fork
+
+separate = fork._separate
+
+def note_pipe(config, number, its_pipe):
+    global pipe
+    pipe = its_pipe
+    separate(config, number, its_pipe)
+
+fork._separate = note_pipe
+"""
+DIES_BEFORE_ITS_TESTS = """
+import tests.support.forked_tests.fork as fork
+
+separate = fork._separate
+
+def die_once(config, number, pipe):
+    if number < 2:
+        os._exit(9)
+    separate(config, number, pipe)
+
+fork._separate = die_once
+"""
+DIES_WITH_A_FILE = """
+import tests.support.forked_tests.fork as fork
+
+send = fork.send
+
+def die_at_a_file(pipe, message):
+    if isinstance(message, fork.TestBegin) and not Path(__file__).with_name("died").exists():
+        Path(__file__).with_name("died").touch()
+        os._exit(9)
+    send(pipe, message)
+
+fork.send = die_at_a_file
+"""
+EXITS = """
+import pytest
+
+def test_exits():
+    pytest.exit("no more today", returncode=7)
+
+def test_after():
+    pass
+"""
+HANGS_AT_THE_END = """
+import time
+import tests.support.forked_tests.fork as fork
+
+fork.SESSION_END_S = 0.5
+
+@pytest.fixture(scope="session", autouse=True)
+def endless():
+    yield
+    time.sleep(600)
+"""
+
+
+def start(folder: Path, *options: str, more: str = "", **files: str) -> subprocess.Popen[str]:
+    """Pytest in a folder with these files of tests, and `more` of a conftest."""
     (folder / "conftest.py").write_text(CONFTEST + more)
     for name, text in files.items():
         (folder / f"test_{name}.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "tests.support.forked_tests.plugin"]
     command += ["-p", "no:cacheprovider", "--rootdir", str(folder), "--processes", "2", *options, str(folder)]
     alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": ""}
-    done = subprocess.run(
-        command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert not done.stderr, done.stderr
-    return done.stdout
+    outputs: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=alone, process_group=0, **outputs)
+
+
+def end(started: subprocess.Popen[str]) -> tuple[str, str]:
+    """What it prints, and its errors."""
+    with started:
+        try:
+            return started.communicate(timeout=100)
+        finally:
+            started.kill()
+
+
+def run(folder: Path, *options: str, more: str = "", **files: str) -> str:
+    """What pytest prints, without errors."""
+    printed, printed_errors = end(start(folder, *options, more=more, **files))
+    assert not printed_errors, printed_errors
+    return printed
 
 
 def noted(folder: Path) -> list[list[str]]:
@@ -165,6 +254,63 @@ def test_a_lost_process_fails_its_test_alone(tmp_path: Path) -> None:
     assert re.search(r"FAILED .*test_a.py::test_dies", printed)
 
 
+def test_a_process_that_is_lost_amid_a_message_is_heard_no_more(tmp_path: Path) -> None:
+    started = start(tmp_path, more=KNOWS_ITS_PIPE, a=DIES_AMID_A_MESSAGE, b=PLAIN)
+    try:
+        printed, _ = end(started)
+    finally:
+        os.kill(int((tmp_path / "left").read_text()), signal.SIGKILL)
+    assert "1 failed, 2 passed" in printed
+    assert re.search(r"FAILED .*test_a.py::test_dies", printed)
+
+
+def test_a_process_that_is_lost_before_its_first_test_names_none(tmp_path: Path) -> None:
+    printed = run(tmp_path, more=DIES_BEFORE_ITS_TESTS, a=PLAIN, b=PLAIN)
+    assert "2 failed, 4 passed" in printed
+    lost = re.findall(r"FAILED .*(process . of the tests)", printed)
+    assert sorted(lost) == ["process 0 of the tests", "process 1 of the tests"]
+    assert printed.count("it ended outside of a test: 9") >= 2
+
+
+def test_a_file_that_was_lost_with_its_process_runs_all_the_same(tmp_path: Path) -> None:
+    printed = run(tmp_path, more=DIES_WITH_A_FILE, a=PLAIN, b=PLAIN, c=PLAIN)
+    assert "1 failed, 6 passed" in printed
+    assert re.search(r"FAILED .*process . of the tests", printed)
+
+
+def test_a_test_may_end_the_session(tmp_path: Path) -> None:
+    started = start(tmp_path, a=EXITS)
+    printed, printed_errors = end(started)
+    assert "no more today" in printed and not printed_errors
+    assert started.returncode == 7 and "failed" not in printed
+    assert noted(tmp_path)[0][-2:] == ["session", "exit"]
+
+
+def test_fixtures_of_a_session_that_hang_end_their_process(tmp_path: Path) -> None:
+    printed, printed_errors = end(start(tmp_path, more=HANGS_AT_THE_END, a=PLAIN))
+    assert "1 failed, 2 passed" in printed
+    assert re.search(r"FAILED .*process 0 of the tests", printed)
+    assert "it ended outside of a test: 1" in printed
+    assert "in endless" in printed_errors
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_an_interrupt_reaches_the_forks_once(tmp_path: Path, is_terminal: bool) -> None:
+    """A terminal interrupts a group of processes; `kill` the parent alone."""
+    default = signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell in the background ignores it
+    try:
+        started = start(tmp_path, a=WAITS)
+    finally:
+        signal.signal(signal.SIGINT, default)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "notes").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (os.killpg if is_terminal else os.kill)(started.pid, signal.SIGINT)
+    printed, _ = end(started)
+    assert "KeyboardInterrupt" in printed
+    assert noted(tmp_path) == [["began", "file test_a.py", "session", "exit"]]
+
+
 def test_the_first_failure_may_end_all(tmp_path: Path) -> None:
     printed = run(tmp_path, "-x", a=FAILS, **dict.fromkeys("bcd", PLAIN))
     assert "stopping after 1 failures" in printed
@@ -185,13 +331,18 @@ def test_a_process_that_ends_for_a_failure_is_not_lost(tmp_path: Path) -> None:
     assert "1 failed, 1 passed in " in printed
 
 
-def test_a_message_that_is_cut_is_the_end_of_its_process() -> None:
-    ours, theirs = Pipe(duplex=False)
-    with ours:
-        with theirs:
-            os.write(theirs.fileno(), (100).to_bytes(4, "big") + b"{")
-        with pytest.raises(EOFError):
-            receive(ours)
+def test_messages_are_read_without_a_wait() -> None:
+    ours, theirs = os.pipe()  # what a fork left may keep `theirs` open, also amid a message
+    reader = MessageReader(ours)
+    assert list(reader.read()) == []
+    send(theirs, TestBegin(1))
+    send(theirs, ForkEnd())
+    os.write(theirs, (100).to_bytes(4, "big") + b"{")
+    assert list(reader.read()) == [TestBegin(1), ForkEnd()]
+    assert list(reader.read()) == []
+    os.close(theirs)
+    assert list(reader.read()) == []
+    reader.close()
 
 
 def test_an_error_of_the_collection_ends_before_any_fork(tmp_path: Path) -> None:

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Iterable, Sequence
-from multiprocessing.connection import Connection
 
 import pytest
 from _pytest.config import create_terminal_writer
 
 from supervisor.exec_guard import die_with_parent
-from tests.support.forked_tests.messages import ForkEnd, ReportMessage, TestBegin, WarningMessage, send
+from tests.support.forked_tests.messages import (
+    ForkEnd,
+    ReportMessage,
+    SessionExit,
+    TestBegin,
+    WarningMessage,
+    send,
+)
+
+# The end of a session's fixtures belongs to no test, whose time-out would bound it.
+SESSION_END_S = 300.0
 
 
 class EndOfFile(pytest.Item):
@@ -35,15 +45,15 @@ class SilentTerminal:
 class Reporting:
     """The plugin of pytest that sends reports and warnings to the parent."""
 
-    def __init__(self, config: pytest.Config, connection: Connection) -> None:
+    def __init__(self, config: pytest.Config, pipe: int) -> None:
         self._config = config
-        self._connection = connection
+        self._pipe = pipe
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.passed and report.when != "call" and not self._config.option.durations:
             return  # pytest prints and counts nothing of it
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
-        send(self._connection, ReportMessage(data))
+        send(self._pipe, ReportMessage(data))
 
     def pytest_warning_recorded(
         self, warning_message: warnings.WarningMessage, when: str, nodeid: str
@@ -52,14 +62,14 @@ class Reporting:
             return  # the parent has it
         text, category = str(warning_message.message), warning_message.category.__name__
         where = warning_message.filename, warning_message.lineno
-        send(self._connection, WarningMessage(text, category, *where, nodeid))
+        send(self._pipe, WarningMessage(text, category, *where, nodeid))
 
 
 def run_fork(
     session: pytest.Session,
     number: int,
     files: Iterable[Sequence[int]],
-    connection: Connection,
+    pipe: int,
     parent_pid: int,
 ) -> None:
     """Run the items with these indices, one file after the other, and end this process."""
@@ -68,9 +78,13 @@ def run_fork(
         # What the parent has to do at its end, a fork of it has not.
         atexit._clear()
         die_with_parent(parent_pid)
+        os.setpgid(0, 0)  # a terminal interrupts the parent alone, which interrupts its forks
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
-        _separate(session.config, number, connection)
-        _run(session, files, connection)
+        _separate(session.config, number, pipe)
+        _run(session, files, pipe)
+        code = 0
+    except pytest.exit.Exception as ended:
+        send(pipe, SessionExit(ended.msg, ended.returncode))
         code = 0
     except KeyboardInterrupt:
         pass  # the parent prints why
@@ -86,7 +100,7 @@ def run_fork(
             os._exit(code)
 
 
-def _separate(config: pytest.Config, number: int, connection: Connection) -> None:
+def _separate(config: pytest.Config, number: int, pipe: int) -> None:
     """Share no file with the parent and the other forks that both write."""
     manager = config.pluginmanager
     capture = manager.getplugin("capturemanager")
@@ -100,19 +114,22 @@ def _separate(config: pytest.Config, number: int, connection: Connection) -> Non
     config.workerinput = {"workerid": f"fork{number}"}  # type: ignore[attr-defined]
     manager.unregister(name="terminalreporter")
     manager.register(SilentTerminal(config), "terminalreporter")
-    manager.register(Reporting(config, connection))
+    manager.register(Reporting(config, pipe))
 
 
-def _run(session: pytest.Session, files: Iterable[Sequence[int]], connection: Connection) -> None:
+def _run(session: pytest.Session, files: Iterable[Sequence[int]], pipe: int) -> None:
     end = EndOfFile.from_parent(session, name="end of file")
     try:
         for file in files:
             for index, after in zip(file, [*file[1:], None], strict=True):
-                send(connection, TestBegin(index))
+                send(pipe, TestBegin(index))
                 item, next_item = session.items[index], end if after is None else session.items[after]
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=next_item)
                 if session.shouldfail or session.shouldstop:
                     return
+        send(pipe, ForkEnd())
     finally:
+        # A fixture that hangs ends the process, which prints where its threads are.
+        faulthandler.dump_traceback_later(SESSION_END_S, exit=True)
         session._setupstate.teardown_exact(None)
-    send(connection, ForkEnd())
+        faulthandler.cancel_dump_traceback_later()

@@ -1,10 +1,11 @@
-"""Messages of a fork to its parent: JSON objects over one pipe a fork."""
+"""Messages of a fork to its parent: JSON objects over one pipe a fork, each after its length."""
 
 from __future__ import annotations
 
 import builtins
+import os
 import warnings
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -34,26 +35,67 @@ class WarningMessage(msgspec.Struct, frozen=True, tag="warning"):
     nodeid: str
 
 
+class SessionExit(msgspec.Struct, frozen=True, tag="exit"):
+    """A test has called `pytest.exit` with these arguments."""
+
+    reason: str
+    returncode: int | None
+
+
 class ForkEnd(msgspec.Struct, frozen=True, tag="end"):
-    """The fork has run all that it took."""
+    """The fork has run all that it took, and ends the fixtures of its session."""
 
 
-Message = TestBegin | ReportMessage | WarningMessage | ForkEnd
+Message = TestBegin | ReportMessage | WarningMessage | SessionExit | ForkEnd
+_LENGTH_BYTES = 4
+_READ_BYTES = 1 << 16
 _decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
-def send(connection: Connection, message: Message) -> None:
+def send(pipe: int, message: Message) -> None:
     """Send one message. It may wait for the parent, without which the kernel kills the fork."""
-    connection.send_bytes(msgspec.json.encode(message))
+    data = msgspec.json.encode(message)
+    left = memoryview(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+    while left:
+        left = left[os.write(pipe, left) :]
 
 
-def receive(connection: Connection) -> Message:
-    """Wait for one message. Raises EOFError when the fork is gone, also amid a message."""
-    try:
-        data = connection.recv_bytes()
-    except OSError:
-        raise EOFError from None
-    return _decoder.decode(data)
+class MessageReader:
+    """The parent's end of a pipe. It never waits: what a lost fork started may hold the other end open."""
+
+    def __init__(self, pipe: int) -> None:
+        os.set_blocking(pipe, False)
+        self._pipe = pipe
+        self._data = bytearray()
+
+    def fileno(self) -> int:
+        """What is readable when messages come."""
+        return self._pipe
+
+    def close(self) -> None:
+        """Read no more."""
+        os.close(self._pipe)
+
+    def read(self) -> Iterator[Message]:
+        """The messages that are there whole. What the caller does not take is lost."""
+        while data := self._read_some():
+            self._data += data
+            while (message := self._take()) is not None:
+                yield message
+
+    def _read_some(self) -> bytes:
+        try:
+            return os.read(self._pipe, _READ_BYTES)
+        except BlockingIOError:
+            return b""
+
+    def _take(self) -> Message | None:
+        end = _LENGTH_BYTES + int.from_bytes(self._data[:_LENGTH_BYTES], "big")
+        if len(self._data) < max(end, _LENGTH_BYTES + 1):
+            return None
+        message = _decoder.decode(self._data[_LENGTH_BYTES:end])
+        del self._data[:end]
+        return message
 
 
 def replay(message: ReportMessage | WarningMessage, config: pytest.Config) -> None:
