@@ -141,17 +141,15 @@ class DiskWatch:
             self.schedule_tick()
 
     async def _probe(self, opening: Awaitable[None] | None = None) -> None:
-        before, succeeded, begun_s = self.health.state, True, self._clock_s()
+        succeeded, begun_s = True, self._clock_s()
         try:
             if opening is not None:
                 await opening
-                begun_s = (
-                    self._clock_s()
-                )  # the time of a late opening says nothing about the disk's speed now
+                begun_s = self._clock_s()  # a late opening says nothing about the disk's speed now
             await self._disk.probe()
         except (OSError, FailedPrecondition) as error:
             succeeded = False
-            log.debug("disk tier: %s is still %s: %s", self._name, before.name, error)
+            log.debug("disk tier: %s is still %s: %s", self._name, self.health.state.name, error)
         except Exception:
             succeeded = False
             log.exception("disk tier: the probe of %s failed", self._name)
@@ -161,6 +159,7 @@ class DiskWatch:
         hanging = any(
             since is not None and now_s - since > READ_HANGS_AFTER_S for since in self._disk.running_since_s()
         )
+        before = self.health.state  # a call may have failed since the probe began
         self.health.record_probe(succeeded=succeeded, hanging=hanging, now_s=now_s, took_s=now_s - begun_s)
         if self.health.state == DiskState.OK and before != DiskState.OK:
             log.warning("disk tier: %s is back", self._name)
