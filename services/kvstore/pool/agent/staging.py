@@ -48,7 +48,7 @@ class Extents:
     def free(self, extent: Extent) -> None:
         """Free the extent. Raises ValueError if it is not allocated."""
         if extent not in self._allocated:
-            raise ValueError(f"{extent} is not extent")
+            raise ValueError(f"{extent} is not allocated")
         self._allocated.remove(extent)
         insort(self._free, extent)
         merged: list[Extent] = []
