@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from libs.common.block_hash import TokenArray
 from libs.engine.step.device_rows import join_rows as join_features
 from libs.engine.step.draft_head import ContextRows, DraftHead, HeadRows
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS, StepOutput
@@ -67,24 +66,15 @@ class LocalSpeculation:
         with self._lock:
             return self._control.prompt_rows(context_tokens) if self._head is not None else 0
 
-    def open(
-        self,
-        seq_id: str,
-        *,
-        start_position: int = 0,
-        next_tokens: TokenArray | None = None,
-        features: Features | None = None,
-    ) -> None:
+    def open(self, seq_id: str, rows: ContextRows[Features] | None = None) -> None:
         """See `Speculation`."""
         with self._lock:
-            self._rows[seq_id] = []
-            n_rows = 0
-            if next_tokens is not None and features is not None and len(next_tokens):
-                n_rows = len(next_tokens)
-                self._rows[seq_id].append(
-                    ContextRows(seq_id, start_position, next_tokens, float_features(features))
-                )
-            self._control.open(seq_id, n_rows=n_rows, context_tokens=start_position + n_rows)
+            self._rows[seq_id] = kept = list[HeadRows]()
+            if rows is not None:
+                features = float_features(rows.features)
+                kept.append(ContextRows(seq_id, rows.start_position, rows.next_tokens, features))
+            n_rows, end = (0, 0) if rows is None else (len(rows.next_tokens), rows.end_position)
+            self._control.open(seq_id, n_rows=n_rows, context_tokens=end)
 
     def end(self, seq_id: str) -> int:
         """See `Speculation`; no answer can be late."""

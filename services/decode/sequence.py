@@ -11,12 +11,14 @@ import numpy as np
 from opentelemetry.trace import Span
 
 from libs.common.telemetry import tracing
+from libs.engine.step.draft_head import ContextRows
 from libs.engine.step.types import Engine, PageReservation, StepOutput
 from libs.worker.engine.feature_memory import ExportedFeatures
 from libs.worker.process.core import WorkerCore
 from libs.worker.requests.clock import until
 from libs.worker.requests.messages import (
     FEATURE_BYTES,
+    Features,
     add_cached_tokens,
     finish_reason,
     parse_bfloat16,
@@ -231,18 +233,17 @@ class DecodeSequence(SequenceTask):
             return
         spec, stated = self.plan.spec, complete.draft_features
         packed = await self._read_features(session_id, stated) if stated.rows else None
-        if packed is None:
-            self._speculation.open(spec.seq_id)
-            return
-        features = parse_bfloat16(packed, stated.width, "draft_features")
-        context = np.concatenate([spec.prompt, np.array([*spec.emitted, complete.first_token_id], "<u4")])
-        first = stated.start_position
-        tokens = context[first + 1 : first + 1 + len(features)]
-        if len(tokens) == len(features) and stated.width == self._core.info.feature_width:
-            self._speculation.open(spec.seq_id, start_position=first, next_tokens=tokens, features=features)
-        else:
-            log.warning("%s: draft features do not fit their prompt", self.plan.key)
-            self._speculation.open(spec.seq_id)
+        rows: ContextRows[Features] | None = None
+        if packed is not None:
+            features = parse_bfloat16(packed, stated.width, "draft_features")
+            context = np.concatenate([spec.prompt, np.array([*spec.emitted, complete.first_token_id], "<u4")])
+            first = stated.start_position
+            tokens = context[first + 1 : first + 1 + len(features)]
+            if len(tokens) == len(features) and stated.width == self._core.info.feature_width:
+                rows = ContextRows(spec.seq_id, first, tokens, features)
+            else:
+                log.warning("%s: draft features do not fit their prompt", self.plan.key)
+        self._speculation.open(spec.seq_id, rows)
 
     async def _read_features(self, session_id: str, stated: prefill_pb2.DraftFeatures) -> bytes | None:
         """The prompt's features; None if they cannot be had, which costs drafts only."""

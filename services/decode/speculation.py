@@ -21,9 +21,9 @@ from typing import Protocol
 import grpc
 import numpy as np
 
-from libs.common.block_hash import TokenArray
 from libs.common.telemetry.tracing import trace_metadata
 from libs.engine.step.device_rows import host_rows
+from libs.engine.step.draft_head import ContextRows
 from libs.engine.step.types import StepOutput
 from libs.worker.requests.messages import Features, pack_features
 from libs.worker.requests.request_spec import pack_tokens
@@ -68,14 +68,7 @@ class Speculation(Protocol):
         """How many rows of its prompt a sequence of so many tokens needs, if it opens soon."""
         ...
 
-    def open(
-        self,
-        seq_id: str,
-        *,
-        start_position: int = 0,
-        next_tokens: TokenArray | None = None,
-        features: Features | None = None,
-    ) -> None:
+    def open(self, seq_id: str, rows: ContextRows[Features] | None = None) -> None:
         """The sequence needs drafts; the rows, if any, are the end of its prompt."""
         ...
 
@@ -138,22 +131,15 @@ class RemoteSpeculation:
         with self._changed:
             return self._control.prompt_rows(context_tokens) if self._state.connected else 0
 
-    def open(
-        self,
-        seq_id: str,
-        *,
-        start_position: int = 0,
-        next_tokens: TokenArray | None = None,
-        features: Features | None = None,
-    ) -> None:
+    def open(self, seq_id: str, rows: ContextRows[Features] | None = None) -> None:
         """The sequence needs drafts; the rows, if any, are the end of its prompt. The drafter's span for it
         is below the current one."""
         with self._changed:
             self._state.open(seq_id, trace=trace_metadata())
-            rows = 0 if next_tokens is None else len(next_tokens)
-            self._control.open(seq_id, n_rows=rows, context_tokens=start_position + rows)
-            if next_tokens is not None and features is not None:
-                self._state.extend(seq_id, start_position, next_tokens, features)
+            n_rows, end = (0, 0) if rows is None else (len(rows.next_tokens), rows.end_position)
+            self._control.open(seq_id, n_rows=n_rows, context_tokens=end)
+            if rows is not None:
+                self._state.extend(seq_id, rows.start_position, rows.next_tokens, rows.features)
             self._wake_writer()
 
     def end(self, seq_id: str) -> int:

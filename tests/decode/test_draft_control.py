@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from libs.engine.step.draft_head import ContextRows
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS, StepOutput
 from services.decode.draft_control import WHOLE_ROWS, DraftControl
 from services.decode.draft_gate import DraftGate, DraftMode
@@ -111,7 +112,7 @@ async def test_closed_nothing_is_computed_kept_or_sent() -> None:
 
     speculation = RemoteSpeculation(find, DraftLimits(), gate=DraftGate())
     speculation._state.connect()
-    speculation.open("a", next_tokens=np.array([1], np.uint32), features=np.zeros((1, 4), np.float32))
+    speculation.open("a", ContextRows("a", 0, np.array([1], np.uint32), np.zeros((1, 4), np.float32)))
     assert speculation.drafts() == {}
     assert not speculation.wants_features
     speculation.stepped([output("a", with_features=False)])

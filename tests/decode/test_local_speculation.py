@@ -10,7 +10,7 @@ import pytest
 from libs.common.checksum import memory_at
 from libs.engine.core.fake import expected_tokens
 from libs.engine.core.fake_head import FakeHead
-from libs.engine.step.draft_head import HeadRows
+from libs.engine.step.draft_head import ContextRows, HeadRows
 from libs.engine.step.types import SamplingParams, StepOutput
 from libs.worker.engine.feature_memory import ExportedFeatures, FeatureMemory
 from libs.worker.requests.messages import FEATURE_BYTES
@@ -149,8 +149,8 @@ def test_steps_without_drafts_ask_for_no_features() -> None:
 def test_rows_before_a_step_without_features_are_not_used() -> None:
     """The gate is closed at first: the prompt's rows no longer follow on after a plain step."""
     speculation = local(StrictHead(), DraftGate())
-    rows = np.array([1, 2], np.uint32), np.zeros((2, 8), np.float32)
-    speculation.open("a", next_tokens=rows[0], features=rows[1])
+    tokens, features = np.array([1, 2], np.uint32), np.zeros((2, 8), np.float32)
+    speculation.open("a", ContextRows("a", 0, tokens, features))
     assert speculation.drafts() == {}
     speculation.stepped([StepOutput("a", (3,), 3)])
     assert speculation._rows == {"a": []}
