@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 from libs.engine.parallel.sizes import RankPlace
 
-# A rank may wait for its next command for as long as the worker has no request. Dead ranks close connections.
+# A rank may wait for its next command for as long as the worker has no request. Dead ranks close connections,
+# which ends all waits but one: gloo forgets a send that it begins before its thread has read the close. Then
+# `FollowerProcesses` ends the worker.
 _IDLE_LIMIT = timedelta(days=365)
 
 
