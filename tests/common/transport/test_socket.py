@@ -203,20 +203,17 @@ async def test_connections_without_the_token_keep_no_reader_out(
 
 @contextlib.asynccontextmanager
 async def waiting_without_descriptors(port: int, caplog: pytest.LogCaptureFixture) -> AsyncIterator[None]:
-    """A connection to the port, which is tried by a process that has no descriptor left until then."""
+    """Until then this process has no descriptor for a connection to the port.
+
+    The kernel takes one before it waits for a connection, so that one may still be accepted.
+    """
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    held: list[int] = []
     with socket.socket() as client:
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
-            with contextlib.suppress(OSError):
-                while True:
-                    held.append(os.dup(client.fileno()))
-            client.connect(("127.0.0.1", port))  # it waits in the kernel, as the server finds no descriptor
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # 0 to 2 are always in use
+            client.connect(("127.0.0.1", port))
             await eventually(lambda: "accepts no connection now" in caplog.text, timeout_s=WAIT_S)
         finally:
-            for descriptor in held:
-                os.close(descriptor)
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         yield
 
