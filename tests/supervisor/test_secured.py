@@ -74,7 +74,10 @@ def secured(tmp_path: Path, etcd: EtcdProcess, authority: Authority) -> ClusterC
     )
 
 
-async def test_a_secured_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_secured_cluster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("supervisor.cluster._EXTERNAL_ETCD_S", 60.0)
     authority = Authority(tmp_path / "authority")
     with EtcdProcess(tmp_path / "etcd", tls=authority.issue("etcd")) as etcd:
         etcd.require_users("slipstream", PASSWORD)

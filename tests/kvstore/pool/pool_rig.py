@@ -13,6 +13,7 @@ from services.kvstore.pool.tier import PoolTier
 
 BLOCK_BYTES = 100_000
 SEGMENT_BYTES = 32 << 20
+FIND_S = 60.0  # in place of the half second of a node
 
 
 class Member:
@@ -59,12 +60,12 @@ class Member:
                 self.dram.table.drop(block)
 
     async def find(self, numbers: Sequence[int]) -> set[int]:
-        found = await self.pool.find([key(number) for number in numbers], wait_s=5)
+        found = await self.pool.find([key(number) for number in numbers], wait_s=FIND_S)
         return {number for number in numbers if key(number) in found}
 
     async def fetch(self, numbers: Sequence[int], *, timeout_s: float = 60) -> set[int]:
         """Return the blocks that the pool delivers with every byte verified; none stays in this memory."""
-        sizes = await self.pool.find([key(number) for number in numbers], wait_s=5)
+        sizes = await self.pool.find([key(number) for number in numbers], wait_s=FIND_S)
         promotion = self.pool.promote(sizes)
         await promotion.wait(timeout_s=timeout_s)
         delivered = set()

@@ -92,7 +92,7 @@ async def test_the_blocking_client_expects_the_name_that_it_is_given(
     host = ServiceHost("127.0.0.1:0", tls=served)
     await host.start([])
     try:
-        client = Client(host.endpoint, tls=replace(files, server_name=name), timeout_s=5)
+        client = Client(host.endpoint, tls=replace(files, server_name=name), timeout_s=60)
         with client, pytest.raises(SlipstreamError) as found:
             await asyncio.to_thread(client.chat, [{"role": "user", "content": "hi"}])
         assert isinstance(found.value, Unavailable) is is_refused, found.value
@@ -110,11 +110,11 @@ async def test_a_client_without_tls_at_a_port_with_tls_names_the_cause(
     await host.start([])
     messages: list[Any] = [{"role": "user", "content": "hi"}]
     try:
-        async with AsyncClient(host.endpoint, timeout_s=5) as client:
+        async with AsyncClient(host.endpoint, timeout_s=60) as client:
             for call in (client.chat(messages), client.models(), client.jobs.get("job-1")):
                 with pytest.raises(Unavailable, match="the port may speak TLS: give --tls-ca"):
                     await call
-        with Client(host.endpoint, timeout_s=5) as blocking:
+        with Client(host.endpoint, timeout_s=60) as blocking:
             for use in (
                 partial(blocking.chat, messages),
                 blocking.models,
