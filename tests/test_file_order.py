@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from itertools import groupby
 from pathlib import Path, PurePath
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.file_order import LONG_FOLDERS, run_order
+from tests.support.file_order import LONG_FOLDERS, TOGETHER, group_of, run_order
 
 ROOT = Path(__file__).parent
+LOADS_TRANSFORMERS = re.compile(r"load_transformers\(|from transformers import|transformers_peer\.load\(")
 names = st.builds(
     "{}/test_{}.py".format, st.sampled_from([*LONG_FOLDERS, "text", "router/api"]), st.integers(0, 300)
 )
@@ -34,3 +37,14 @@ def test_long_files_are_spread_and_none_is_among_the_last() -> None:
     for folder in LONG_FOLDERS:
         assert (ROOT / folder).is_dir()
         assert not any(file.is_relative_to(folder) for file in order[-len(order) // 10 :])
+
+
+def test_files_that_import_transformers_run_in_one_process() -> None:
+    """They are one group, which begins with the first of them."""
+    files = [file for file in ROOT.rglob("test_*.py") if file != Path(__file__)]
+    loading = {file for file in files if LOADS_TRANSFORMERS.search(file.read_text())}
+    assert {file.relative_to(ROOT).as_posix() for file in loading} == set(TOGETHER)
+    order = [ROOT / file for file in run_order(file.relative_to(ROOT) for file in files)]
+    groups = [list(group) for _, group in groupby(order, key=group_of)]
+    assert [set(group) for group in groups if len(group) > 1] == [loading]
+    assert order.index(groups[[set(group) for group in groups].index(loading)][0]) < 0.3 * len(order)

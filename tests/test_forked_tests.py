@@ -95,6 +95,10 @@ def test_fails():
         time.sleep(0.01)
     assert False
 """
+ONE_GROUP = """
+from tests.support.forked_tests import parent
+parent.group_of = lambda path: path.parent
+"""
 READS_LATE = """
 def pytest_runtest_logreport():
     if os.getpid() == COLLECTED_BY:
@@ -245,6 +249,12 @@ def test_each_fork_ends_its_files_and_its_session(tmp_path: Path) -> None:
         assert notes[-2:] == ["session", "exit"]
         files += notes[:-2]
     assert sorted(files) == [f"file test_{name}.py" for name in names]
+
+
+def test_one_process_runs_the_files_of_a_group(tmp_path: Path) -> None:
+    run(tmp_path, more=ONE_GROUP, **dict.fromkeys("abcdef", PLAIN))
+    (of_all,) = [notes for notes in noted(tmp_path) if any(note.startswith("file") for note in notes)]
+    assert of_all[:-2] == [f"file test_{name}.py" for name in "abcdef"]
 
 
 def test_a_lost_process_fails_its_test_alone(tmp_path: Path) -> None:

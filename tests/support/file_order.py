@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePath
+from typing import TypeVar
 
 import pytest
 
@@ -19,6 +20,20 @@ LONG_FOLDERS = (
     "supervisor",
     "worker",
 )
+# These import transformers, which takes 3.3 s of processor time: one process does it for all of them.
+TOGETHER = (
+    "bench/test_engine_peers.py",
+    "engine/kernels/test_bf16_kernels.py",
+    "engine/model/test_features.py",
+    "engine/model/test_fp8.py",
+    "engine/model/test_known_keys.py",
+    "engine/model/test_parity.py",
+    "engine/model/test_yarn.py",
+    "models/networks/test_network.py",
+    "models/test_tokenizer_json.py",
+)
+_ROOT = Path(__file__).parents[1]
+_AnyPath = TypeVar("_AnyPath", bound=PurePath)
 # The share of the other files that begin before the last long one.
 _SHARE_BEFORE_LAST = 0.65
 
@@ -28,14 +43,25 @@ def run_order(files: Iterable[PurePath]) -> list[PurePath]:
 
     Files of one folder resemble each other. Side by side, those that wait for time-outs would leave cores
     idle, and those that compute would compete. So the order is unrelated to the folders. It is the same in
-    each process. Long files begin early, so that none runs alone at the end.
+    each process. Long files begin early, so that none runs alone at the end. Files that run together follow
+    the first of them.
     """
     long: list[PurePath] = []
     others: list[PurePath] = []
     for file in sorted(files, key=_mixed):
         (long if _is_long(file) else others).append(file)
     keyed = [*_placed(long, _SHARE_BEFORE_LAST), *_placed(others, 1.0)]
-    return [file for _, file in sorted(keyed, key=lambda each: each[0])]
+    order = [file for _, file in sorted(keyed, key=lambda each: each[0])]
+    begins: dict[PurePath, int] = {}
+    for index, file in enumerate(order):
+        begins.setdefault(group_of(file, PurePath()), index)
+    return sorted(order, key=lambda file: begins[group_of(file, PurePath())])
+
+
+def group_of(file: _AnyPath, root: PurePath = _ROOT) -> _AnyPath:
+    """What stands for all files that one process runs one after the other: mostly the file alone."""
+    is_one = file.is_relative_to(root) and file.relative_to(root).as_posix() in TOGETHER
+    return type(file)(root, TOGETHER[0]) if is_one else file
 
 
 def order_files(root: Path, items: list[pytest.Item]) -> None:

@@ -12,6 +12,7 @@ from multiprocessing.connection import wait
 
 import pytest
 
+from tests.support.file_order import group_of
 from tests.support.forked_tests.fork import run_fork
 from tests.support.forked_tests.messages import ForkEnd, MessageReader, SessionExit, TestBegin, replay
 
@@ -71,7 +72,7 @@ class ForkedRun:
     def __init__(self, session: pytest.Session, n_forks: int) -> None:
         self._session = session
         indices = range(len(session.items))
-        grouped = itertools.groupby(indices, key=lambda index: session.items[index].path)
+        grouped = itertools.groupby(indices, key=lambda index: group_of(session.items[index].path))
         self._files = [list(file) for _, file in grouped]
         self._queue = FileQueue(len(self._files))
         self._begun: set[int] = set()  # items, also of forks that were lost before
