@@ -93,6 +93,9 @@ def parse_ticket(
     if ticket.transport != TRANSPORTS.value(transport_kind):
         name = TRANSPORTS.name(ticket.transport)
         raise FailedPrecondition(f"the exporter speaks {name}, this worker {transport_kind}")
+    named = str(AttemptKey(ticket.attempt.request_id, ticket.attempt.attempt))
+    if named != spec.seq_id:  # the KV of another prompt of this length would make wrong tokens
+        raise InvalidArgument("ticket", f"is of {named}, not of {spec.seq_id}")
     if ticket.prompt_tokens != spec.context_tokens:
         raise InvalidArgument(
             "ticket", f"is for {ticket.prompt_tokens} tokens, the sequence has {spec.context_tokens}"

@@ -312,6 +312,7 @@ async def test_ends_while_blocks_are_pulled(how: str) -> None:
         ("prompt_tokens", "InvalidArgument"),
         ("n_bytes", "InvalidArgument"),
         ("garbage", "InvalidArgument"),
+        ("sequence", "InvalidArgument"),
     ],
 )
 async def test_tickets_that_do_not_fit_are_refused(damage: str, reason: str) -> None:
@@ -332,9 +333,10 @@ async def test_tickets_that_do_not_fit_are_refused(damage: str, reason: str) -> 
         elif damage == "n_bytes":
             ticket.blocks[0].n_bytes += 1
         raw = b"\xff\xff" if damage == "garbage" else ticket.SerializeToString()
+        name = attempt("r2" if damage == "sequence" else "r")
         stream = RouterStream(decode)
-        await stream.call.write(start_request(decode, tokens, ticket=raw))
-        last = await stream.last()
+        await stream.call.write(start_request(decode, tokens, ticket=raw, attempt=name))
+        last = await stream.last(name.request_id)
         assert last.failure.reason == reason
         await both_idle(prefill, decode)
         await stream.close()
@@ -354,17 +356,17 @@ async def test_a_ticket_that_was_used_or_belongs_to_another_sequence_is_refused(
             assert (await used.last()).finish_reason == common_pb2.FINISH_REASON_LENGTH
             await used.close()
             await both_idle(prefill, one)
-            replayed = ticket
+            replayed, name = ticket, attempt()
         else:  # any reader of the ticket
             changed = prefill_pb2.HandoffTicket.FromString(ticket)
-            changed.attempt.CopyFrom(attempt("stranger"))
+            changed.attempt.CopyFrom(name := attempt("stranger"))
             replayed = changed.SerializeToString()
         stream = RouterStream(two)
-        await stream.call.write(start_request(two, tokens, ticket=replayed))
-        last = await stream.last()
+        await stream.call.write(start_request(two, tokens, ticket=replayed, attempt=name))
+        last = await stream.last(name.request_id)
         assert last.finish_reason == ERROR and last.stats.kv_bytes_pulled == 0
         assert last.failure.reason == "FailedPrecondition", last.failure
-        assert not stream.tokens()
+        assert not stream.tokens(name.request_id)
         await stream.close()
         await both_idle(prefill, one, two)
 
