@@ -17,7 +17,7 @@ _MIB = 2**20
 MAX_CARDS = 64
 # Of the boards of all of these cards (NVIDIA HGX). Cards beyond are those of further nodes.
 NODE_CARDS = 8
-_FORM = re.compile(r"([0-9]{1,3})x([a-z0-9]+(?:-[0-9]+)?)")
+_FORM = re.compile(r"([0-9]{1,9})x([a-z0-9]+(?:-[0-9]+)?)")
 
 
 @dataclass(frozen=True, slots=True)

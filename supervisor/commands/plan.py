@@ -104,6 +104,7 @@ def plan_document(plan: Plan, kv_bytes: int | None, decode_steps: str = "plain")
         "held_weights_bytes": _held_bytes(plan),
         "kv_token_bytes": model.kv_token_bytes,
         "kv_window_bytes": model.kv_window_bytes,
+        "max_context_tokens": model.max_context_tokens,
         "cards": plan.n_cards,
         "card": plan.card.name,
         "card_visible_bytes": plan.card.visible_bytes,
@@ -338,8 +339,7 @@ def _conclusion(plan: Plan, kv_bytes: int | None, decode_steps: str) -> str:
     lines.append(f"Flags of {workers}: {_flags(plan.worker_arguments())}")
     if more := decode_arguments(plan, decode_steps):
         lines.append(f"A decode worker also takes {_flags(more)}")
-    if note := _batch_note(plan):
-        lines.append(note)
+    lines += filter(None, (_batch_note(plan), _context_note(plan)))
     if refusals := plan.worker_refusals():
         reasons = "; ".join(f"--{each.field}: {each.reason}" for each in refusals)
         lines.append(f"This version refuses these flags: {reasons}")
@@ -368,6 +368,14 @@ def _best_that_runs(plan: Plan) -> str:
 
 def _flags(arguments: Mapping[str, str]) -> str:
     return " ".join(f"--{name}={value}" for name, value in arguments.items())
+
+
+def _context_note(plan: Plan) -> str:
+    """Where the mean request is longer than any that a worker of this model takes."""
+    n_tokens, most = plan.traffic.prompt_tokens + plan.traffic.output_tokens, plan.model.max_context_tokens
+    if n_tokens <= most:
+        return ""
+    return f"Workers refuse requests of {n_tokens:,.0f} tokens: the model's context has {most:,}"
 
 
 def _batch_note(plan: Plan) -> str:

@@ -170,6 +170,17 @@ def test_rates_of_more_sequences_than_the_flags_run_are_named(tmp_path: Path) ->
     assert "these flags run" not in run()
 
 
+def test_requests_beyond_the_models_context_are_named() -> None:
+    longest = kimi().max_context_tokens
+    answer = ("--output-tokens", "1000")
+    fitting = run(*answer, "--prompt-tokens", str(longest - 1000), gpus="8xh200")
+    assert "Workers refuse" not in fitting
+    note = f"Workers refuse requests of {longest + 1:,} tokens: the model's context has {longest:,}"
+    assert note in run(*answer, "--prompt-tokens", str(longest - 999), gpus="8xh200").replace("\n", " ")
+    document = json.loads(run("--json", gpus="8xh200"))
+    assert document["max_context_tokens"] == longest
+
+
 def test_a_trace_sizes_the_fleet(tmp_path: Path) -> None:
     line = {"timestamp": 0, "input_length": 9000, "output_length": 300, "hash_ids": []}
     trace = tmp_path / "trace.jsonl"
@@ -184,6 +195,7 @@ def test_a_trace_sizes_the_fleet(tmp_path: Path) -> None:
     [
         (["--gpus", "8xtpu"], "--gpus"),
         (["--gpus", "1xh100"], "--gpus"),
+        (["--gpus", "1000000xh100"], "--gpus: the number of cards must be 1 to 64, not 1000000"),
         (["--traffic", "/nonexistent"], "--traffic"),
         (["--model", "/nonexistent"], "--model"),
         (["--cached-tokens", "8192"], "--cached-tokens"),
