@@ -241,7 +241,11 @@ def build_local_drafter(engine: Engine, head_dir: Path, target_dir: Path) -> Dra
 
 
 def _check_head(head_dir: Path, config: ModelConfig) -> None:
-    head = parse_draft_config(read_config_json(head_dir, "draft_model_dir"))
+    raw = read_config_json(head_dir, "draft_model_dir")
+    try:
+        head = parse_draft_config(raw)
+    except InvalidArgument as error:  # the model has a config.json with such keys, too
+        raise InvalidArgument("draft_model_dir", f"{head_dir / 'config.json'}: {error.message}") from None
     if (head.hidden_size, head.vocab_size) != (config.hidden_size, config.vocab_size):
         raise InvalidArgument(
             "draft_model_dir",

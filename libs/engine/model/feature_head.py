@@ -11,6 +11,7 @@ import torch
 
 from libs.engine.kernels.interface import Kernels, Packed
 from libs.engine.model.checkpoint import Checkpoint
+from libs.engine.model.shards import CheckpointError
 from libs.engine.model_spec.config import ModelConfig
 from libs.engine.model_spec.config_json import read_config_json
 from libs.engine.model_spec.matrix import DenseMatrix
@@ -44,7 +45,17 @@ class FeatureHead:
 
 
 def load_feature_head(head_dir: Path, config: ModelConfig, kernels: Kernels) -> FeatureHead:
-    """`fc.weight` of an EAGLE-3 head directory, the norms before it, and the layers that it fuses."""
+    """`fc.weight` of an EAGLE-3 head directory, the norms before it, and the layers that it fuses.
+
+    Raises InvalidArgument, and CheckpointError whose tensor or file is below the head's directory.
+    """
+    try:
+        return _load(head_dir, config, kernels)
+    except CheckpointError as error:  # the model has files and tensors of such names, too
+        raise CheckpointError(str(head_dir / error.tensor), error.reason) from error
+
+
+def _load(head_dir: Path, config: ModelConfig, kernels: Kernels) -> FeatureHead:
     raw = read_config_json(head_dir, "draft_model_dir")
     width = config.hidden_size
     layers = _feature_layers(raw, config)
