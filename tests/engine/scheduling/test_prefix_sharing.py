@@ -182,10 +182,8 @@ def test_a_follower_waits_no_longer_than_it_would_compute(
         assert plan.get(following.leader, 0) >= min(simple.get(seq_id, 0), following.n_tokens)
 
 
-@given(forests())
-def test_the_number_of_waits_is_logarithmic_in_the_forks(work: list[PrefixWork]) -> None:
-    """Steps have room for all prompts here, so each one alone would need one step."""
-    work = [replace(w, n_computed=0) for w in work]
+def most_waits(work: list[PrefixWork]) -> int:
+    """The most steps that a prompt waits. Steps have room for all prompts: each alone would need one."""
     known: set[bytes] = set()
     waits = dict.fromkeys((w.seq_id for w in work), 0)
     running = work
@@ -201,4 +199,18 @@ def test_the_number_of_waits_is_logarithmic_in_the_forks(work: list[PrefixWork])
             for w in running
             if w.seq_id in followers
         ]
-    assert max(waits.values()) <= 1 + math.log2(len(work))
+    return max(waits.values())
+
+
+@given(forests())
+def test_the_number_of_waits_is_logarithmic_in_the_forks(work: list[PrefixWork]) -> None:
+    assert most_waits([replace(w, n_computed=0) for w in work]) <= 1 + math.log2(len(work))
+
+
+def test_pairs_that_fork_early_from_the_others_and_late_from_each_other_let_these_wait_once() -> None:
+    chains = ["a" * n + "b" * 10 + end for n in range(1, 9) for end in "cd"]
+    work = [
+        PrefixWork(f"s{number}", number, 0, [chain[: i + 1].encode() for i in range(len(chain))])
+        for number, chain in enumerate(chains)
+    ]
+    assert most_waits(work) == 2
