@@ -149,6 +149,15 @@ def test_a_flat_distribution_over_a_large_vocabulary_is_truncated_correctly(para
         ]
 
 
+@pytest.mark.parametrize(("seen", "other"), [(-3.0, -5.0), (3.0, 2.0)])
+def test_a_repetition_penalty_of_two_lowers_a_logit_of_either_sign(seen: float, other: float) -> None:
+    logits = torch.full((1, VOCAB), -10.0)
+    logits[0, 7], logits[0, 9] = seen, other
+    params = SamplingParams(temperature=0.0, repetition_penalty=2.0)
+    for rows in (make_rows(params, prompt=[7]), make_rows(params, output=[7])):
+        assert sample(logits.clone(), [rows])[0] == [9]
+
+
 def test_a_row_does_not_depend_on_its_batch() -> None:
     rng = np.random.default_rng(1)
     params = [
