@@ -56,6 +56,16 @@ def test_stale_proposals_are_dropped() -> None:
     assert state.step_drafts()[0] == {"s": (8,)}
 
 
+def test_an_answer_measures_the_request_that_has_its_sequence() -> None:
+    state = connected_state("a", "b")
+    for seq_id, sent_ms in (("a", 0.0), ("b", 10.0)):
+        state.extend(seq_id, *rows(0, 1))
+        state.pop_message(sent_ms)
+    state.answer("b", 2, [1], 13.0)
+    assert state.round_trip_ms == 3.0
+    assert state.step_drafts() == ({"b": (1,)}, ("a",))
+
+
 def test_waits_only_for_a_drafter_that_has_answered() -> None:
     state = connected_state("s")
     state.extend("s", *rows(0, 1))

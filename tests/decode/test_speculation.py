@@ -9,9 +9,12 @@ import threading
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from libs.engine.core.fake import expected_tokens
 from libs.engine.core.fake_head import FakeHead
 from libs.engine.step.types import SamplingParams
+from services.decode.draft_gate import DraftGate
 from services.decode.draft_state import DraftLimits
 from services.decode.speculation import RemoteSpeculation
 from slipstream.v1 import common_pb2, decode_pb2
@@ -40,11 +43,13 @@ def guess(token: int) -> int:
     return (token * 7 + 3) % 1000
 
 
-def speculation_with(endpoint: str | None, limits: DraftLimits = LIMITS) -> RemoteSpeculation:
+def speculation_with(
+    endpoint: str | None, limits: DraftLimits = LIMITS, gate: DraftGate | None = None
+) -> RemoteSpeculation:
     async def find() -> str | None:
         return endpoint
 
-    return RemoteSpeculation(find, limits)
+    return RemoteSpeculation(find, limits, gate=gate)
 
 
 async def trust(node: Node, speculation: RemoteSpeculation) -> None:
@@ -125,6 +130,15 @@ async def test_wrong_drafts_change_nothing() -> None:
         assert stats.proposed_drafts > 50
         assert stats.accepted_drafts < 5
         await node.wait_idle()
+
+
+def test_rows_wait_as_long_as_drafts_do_not_pay() -> None:
+    for gate, is_sent in ((DraftGate(), False), (DraftGate(is_forced=True), True)):
+        speculation = speculation_with(None, DraftLimits(), gate)
+        speculation._state.connect()
+        speculation.open("s", next_tokens=np.ones(2, np.uint32), features=np.ones((2, 4), np.float32))
+        assert not speculation.drafts()
+        assert speculation._state.has_message is is_sent
 
 
 async def test_many_sequences_share_one_request() -> None:
