@@ -42,7 +42,9 @@ class FleetPort(fleet_pb2_grpc.FleetServiceServicer):
         self.held = worker_pb2.Ledger()  # what a drained process still holds
         # Of processes whose load differs from that in the fleet.
         self.reports: dict[str, worker_pb2.LoadReport] = {}
+        self.ends = True  # whether a process that is to exit does
         self.restarts = True  # whether a process that ends is started again
+        self.state_again = READY  # of one that was started again
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._started = threading.Event()
@@ -68,10 +70,10 @@ class FleetPort(fleet_pb2_grpc.FleetServiceServicer):
             answer = self._status_of(named)
         elif worker_pb2.DrainRequest.FromString(request.message).exit:
             answer = worker_pb2.DrainResponse()
-            del self.processes[request.instance]
-            if self.restarts:
-                named.incarnation, named.state = f"{named.incarnation}+", READY
-                self.processes[request.instance] = named
+            if self.ends and self.restarts:
+                named.incarnation, named.state = f"{named.incarnation}+", self.state_again
+            elif self.ends:
+                del self.processes[request.instance]
         else:
             answer, named.state = worker_pb2.DrainResponse(ledger=self.held), DRAINING
         yield fleet_pb2.CallProcessResponse(message=answer.SerializeToString())

@@ -18,7 +18,7 @@ from slipstream.errors import DeadlineExceeded, FailedPrecondition, InvalidArgum
 from slipstream.rpc.dial import PLAIN_DIAL
 from slipstream.rpc.peer_token import TOKEN_HEADER
 from slipstream.v1 import fleet_pb2, worker_pb2, worker_pb2_grpc
-from tests.cli.fleet.fleet_port import DRAINING, READY, FleetPort, process
+from tests.cli.fleet.fleet_port import DRAINING, READY, SILENT, FleetPort, process
 
 
 @pytest.fixture
@@ -70,11 +70,19 @@ def test_restart_waits_for_the_next_run_of_the_process(port: FleetPort) -> None:
     assert worker_pb2.DrainRequest.FromString(call[2]).exit
 
 
-def test_restart_says_that_nothing_starts_the_process_again(port: FleetPort) -> None:
-    port.restarts = False
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({"restarts": False}, "has ended and is not back: a process manager must start it again"),
+        ({"ends": False}, "still runs: it has requests to end"),
+        ({"state_again": SILENT}, "was started again and is not ready"),
+    ],
+)
+def test_restart_says_how_far_the_process_came(port: FleetPort, changes: dict[str, Any], seen: str) -> None:
+    vars(port).update(changes)
     answer = invoke(port, "restart", "decode-0", "--timeout-s", "0.2")
     assert isinstance(answer.exception, DeadlineExceeded)
-    assert "has ended and is not back: a process manager must start it again" in answer.exception.message
+    assert f"decode-0 {seen}" in answer.exception.message
 
 
 def test_a_rolling_restart_takes_one_of_each_tier_and_the_asked_router_last_of_them(port: FleetPort) -> None:
