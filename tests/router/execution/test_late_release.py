@@ -43,5 +43,5 @@ async def test_a_release_survives_a_standstill_longer_than_its_time_out(
     await eventually(lambda: any(worker.held for worker in cluster.decodes))
     stream.close()
     await asyncio.gather(task, return_exceptions=True)
-    await eventually(lambda: n_asked > 0, timeout_s=20)
-    await eventually(lambda: not cluster.held and not router.manager.held, timeout_s=20)
+    await eventually(lambda: n_asked > 0)
+    await eventually(lambda: not cluster.held and not router.manager.held)
