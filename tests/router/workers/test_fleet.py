@@ -43,7 +43,7 @@ async def fleet(clock: Clock) -> AsyncIterator[RouterFleet]:
 
 def report(link: WorkerConnection, model: str = "", **figures: float) -> None:
     """Let the worker be of a model and report these figures."""
-    link.fingerprint = common_pb2.Fingerprint(digest=b"d", model=model)
+    link.fingerprint = common_pb2.Fingerprint(digest=b"d" + model.encode(), model=model)
     link._apply(worker_pb2.LoadReport(sequence=link._report.sequence + 1, **figures))  # type: ignore[arg-type]
 
 
