@@ -247,10 +247,13 @@ def exposed_secrets(config: ClusterConfig) -> list[str]:
 
 
 def idle_drafters(config: ClusterConfig) -> list[str]:
-    """What to say of drafters that no decode worker asks, and of a device that no drafter takes.
+    """What to say of drafters that no decode worker asks, of a device that no drafter takes, and of drafts
+    that no head makes.
 
     With another etcd, workers of other clusters may ask.
     """
+    if config.drafts == "on" and config.draft_model is None and "engine" not in config.from_file:
+        return ["--drafts on has no effect: no worker has a draft head (--draft-model names one)"]
     if not config.counts()[Role.DRAFTER]:
         device = config.file_device.get(Role.DRAFTER)
         if device in (None, config.device(Role.DECODE)):  # of all workers, or where the head runs anyway

@@ -19,6 +19,7 @@ from libs.worker.process.bounded_end import BoundedEnd
 from slipstream.credentials.api_key_file import add_key
 from slipstream.errors import FailedPrecondition, InvalidArgument
 from slipstream.rpc.tls import TlsFiles
+from supervisor.commands.up import with_fitting_draft_model
 from supervisor.configuration.cluster_file import SETTINGS, UpSettings
 from supervisor.configuration.cluster_options import ROOT, WorkerSizes
 from supervisor.configuration.config_check import idle_drafters, keyless
@@ -82,6 +83,18 @@ def test_drafters_without_work_are_named() -> None:
     off = replace(asked, drafts="off")
     assert idle_drafters(off) == ["--drafter: drafters have no work with --drafts off"]
     for config in (asked, replace(off, drafters=None), replace(off, etcd="127.0.0.1:2379")):
+        assert idle_drafters(config) == []
+
+
+def test_drafts_without_a_head_are_named() -> None:
+    """`--drafter 0` takes the shipped head away; one that is stated stays, and runs in decode workers."""
+    without = with_fitting_draft_model(ClusterConfig(drafts="on", drafters=0))
+    assert idle_drafters(without) == [
+        "--drafts on has no effect: no worker has a draft head (--draft-model names one)"
+    ]
+    with_head = (ClusterConfig(drafts="on"), ClusterConfig(drafts="on", drafters=0, draft_model=Path("head")))
+    fake = replace(without, from_file=frozenset({"engine"}))
+    for config in (*map(with_fitting_draft_model, with_head), replace(without, drafts="auto"), fake):
         assert idle_drafters(config) == []
 
 
