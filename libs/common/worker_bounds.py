@@ -5,6 +5,7 @@ from __future__ import annotations
 # A checkpoint's config.json has a few KiB; the index of Kimi-K2.5 names 208,550 tensors in 23 MB.
 MAX_CONFIG_BYTES = 4 << 20
 MAX_CHECKPOINT_INDEX_BYTES = 256 << 20
+MAX_TOKENIZER_FILE_BYTES = 64 << 20  # Kimi's tiktoken.model has 2.8 MB
 # Processes of one worker on one machine.
 MAX_PARALLEL_RANKS = 64
 MAX_THREADS = 1024
@@ -46,6 +47,7 @@ MAX_PROCESS_WAIT_S = 86_400.0
 ROWS = (
     ("`config.json` of a model or a draft head", f"{MAX_CONFIG_BYTES} bytes", "refused"),
     ("`model.safetensors.index.json`", f"{MAX_CHECKPOINT_INDEX_BYTES} bytes", "refused"),
+    ("Each file of the tokenizer, `generation_config.json`", f"{MAX_TOKENIZER_FILE_BYTES} bytes", "refused"),
     ("Weights and KV cache of a worker", "the machine's memory", "refused before a tensor is read"),
     ("Ranks of one worker (`--parallel`)", f"{MAX_PARALLEL_RANKS}", "refused"),
     ("Threads of one worker (`--threads`)", f"{MAX_THREADS}", "refused"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import binascii
 import functools
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,8 +17,11 @@ from types import MappingProxyType
 
 import tiktoken
 
+from libs.common.worker_bounds import MAX_TOKENIZER_FILE_BYTES
+from libs.text.model_files import read_object_file
 from libs.text.pretokens import PAT_STR
 from libs.text.special_tokens import special_ids
+from slipstream.credentials.bounded_file import read_bounded
 
 MAX_ENCODE_CHARS = 400_000
 MAX_RUN_CHARS = 25_000
@@ -54,8 +56,7 @@ class Tokenizer:
         """Read `tiktoken.model` and `tokenizer_config.json`. Raises OSError, ValueError."""
         ranks = _read_ranks(model_dir / "tiktoken.model")
         path = model_dir / "tokenizer_config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
-        added = config.get("added_tokens_decoder") if isinstance(config, dict) else None
+        added = read_object_file(path).get("added_tokens_decoder")
         try:
             names = {int(i): str(entry["content"]) for i, entry in added.items()} if added else None
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -170,7 +171,8 @@ def _long_runs(window: str) -> Iterator[tuple[int, int]]:
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    lines = read_bounded(path, max_bytes=MAX_TOKENIZER_FILE_BYTES).splitlines()
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:

@@ -6,6 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from libs.common.worker_bounds import MAX_TOKENIZER_FILE_BYTES
+from slipstream.credentials.bounded_file import read_bounded
 from slipstream.enum_names import KV_DTYPES
 from slipstream.v1 import common_pb2
 
@@ -76,7 +78,7 @@ def tokenizer_digest(model_dir: Path | None) -> str:
     for name in _TOKENIZER_FILES:
         path = model_dir / name if model_dir is not None else None
         if path is not None and path.is_file():
-            raw = path.read_bytes()
+            raw = read_bounded(path, max_bytes=MAX_TOKENIZER_FILE_BYTES)
             state.update(name.encode() + len(raw).to_bytes(8, "little") + raw)
             found = True
     return state.hexdigest() if found else ""

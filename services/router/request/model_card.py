@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from libs.common.cluster.fingerprint import TEMPLATE, tokenizer_digest
+from libs.text.model_files import read_object_file
 from libs.text.special_tokens import ANSWER_ENDS
 from libs.text.tokenizer import Tokenizer
 from services.router.request.tokenizer_config import read_tokenizer_config
-from slipstream.sampling import SAMPLING_DEFAULTS
+from slipstream.bound import shown
+from slipstream.errors import InvalidArgument
+from slipstream.sampling import SAMPLING_DEFAULTS, SAMPLING_RANGES
 from slipstream.v1 import common_pb2
 
 # The plain sampling fields for which generation_config.json may state defaults.
@@ -71,23 +74,20 @@ def load_model_card(model_dir: Path, *, names: Sequence[str] = (), thinks: bool 
 
     `names`: the model's name and its aliases, by default the directory's name. `thinks` None: on, unless
     generation_config.json has `"thinking": false`. K2.5's config.json holds the language model's part under
-    `text_config`. Raises OSError, ValueError.
+    `text_config`. Raises OSError, ValueError, InvalidArgument.
     """
-    config = _read(model_dir / "config.json")
+    config = read_object_file(model_dir / "config.json")
     text = config.get("text_config", config)
     tokenizer = Tokenizer.from_dir(model_dir)
     try:
         context = int(text["max_position_embeddings"])
         vocab_size = int(text["vocab_size"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"{model_dir}: config.json lacks a number: {error}") from error
     if vocab_size < tokenizer.vocab_size:
         raise ValueError(f"{model_dir}: {tokenizer.vocab_size} token ids for a vocabulary of {vocab_size}")
     generation_path = model_dir / "generation_config.json"
-    generation = _read(generation_path) if generation_path.exists() else {}
-    stated = {name: type(SAMPLING_DEFAULTS[name])(generation[name]) for name in _STATED if name in generation}
-    if stated.get("top_k") == -1:  # off, as over HTTP
-        stated["top_k"] = 0
+    generation = read_object_file(generation_path) if generation_path.exists() else {}
     stops = {tokenizer.special_ids[name] for name in ANSWER_ENDS if name in tokenizer.special_ids}
     return ModelCard(
         name=names[0] if names else model_dir.resolve().name,
@@ -97,7 +97,7 @@ def load_model_card(model_dir: Path, *, names: Sequence[str] = (), thinks: bool 
         created_unix_s=int((model_dir / "config.json").stat().st_mtime),
         stop_token_ids=tuple(sorted(stops)),
         tokenizer_digest=tokenizer_digest(model_dir),
-        sampling_defaults={**SAMPLING_DEFAULTS, **stated},
+        sampling_defaults={**SAMPLING_DEFAULTS, **_stated_sampling(generation_path, generation)},
         aliases=tuple(names[1:]),
         thinks=generation.get("thinking", True) is not False if thinks is None else thinks,
         model_dir=model_dir,
@@ -105,8 +105,20 @@ def load_model_card(model_dir: Path, *, names: Sequence[str] = (), thinks: bool 
     )
 
 
-def _read(path: Path) -> Mapping[str, Any]:
-    parsed = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(parsed, dict):
-        raise ValueError(f"{path} must hold an object")
-    return parsed
+def _stated_sampling(path: Path, generation: Mapping[str, Any]) -> dict[str, float]:
+    """The sampling defaults of generation_config.json, where a null states none. Raises InvalidArgument for a
+    value that no request may have."""
+    stated: dict[str, float] = {}
+    for name in _STATED:
+        value = generation.get(name)
+        if value is None:
+            continue
+        if name == "top_k" and value == -1:  # off, as over HTTP
+            value = 0
+        allowed, kind = SAMPLING_RANGES[name], type(SAMPLING_DEFAULTS[name])
+        is_number = type(value) is int or (isinstance(value, float) and math.isfinite(value))
+        if not is_number or (allowed.whole and value != int(value)):
+            raise InvalidArgument(f"{path}: {name}", f"{allowed.words}, not {shown(value)}")
+        allowed.check(value, f"{path}: {name}")
+        stated[name] = kind(value)
+    return stated

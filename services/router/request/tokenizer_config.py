@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from libs.text.model_files import read_object_file, read_text_file
 
 # The special tokens that have a role by name.
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -17,9 +18,7 @@ def read_tokenizer_config(model_dir: Path) -> Mapping[str, Any]:
     Raises OSError, ValueError.
     """
     path = model_dir / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold an object")
+    config = read_object_file(path)
     others = config.get("additional_special_tokens")
     return {
         "tokenizer_class": config.get("tokenizer_class"),
@@ -39,7 +38,7 @@ def _chat_template(model_dir: Path, stated: object) -> str | None:
     """chat_template.jinja goes before the configuration, as in transformers; a list gives its default."""
     path = model_dir / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8")
+        return read_text_file(path)
     if isinstance(stated, list):
         named = {each.get("name"): each.get("template") for each in stated if isinstance(each, dict)}
         stated = named.get("default")
