@@ -279,15 +279,16 @@ def packed_dir(options: EngineSettings) -> Path | None:
 
 
 def _fake(options: EngineSettings) -> Engine:
-    import json
     import time
 
     from libs.engine.core.fake import build_fake_engine
+    from libs.engine.model_spec.config import load_config
 
     # With the vocabulary of the model it stands in for, the router's requests fit it.
     limits: dict[str, Any] = {}
     if options.model is not None:
-        limits["vocab_size"] = json.loads((options.model / "config.json").read_text())["vocab_size"]
+        with unusable_models(options):
+            limits["vocab_size"] = load_config(options.model).vocab_size
     if options.max_context_tokens is not None:
         limits["max_context_tokens"] = options.max_context_tokens
     row_bytes = 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,7 +29,7 @@ from services.decode.app import DecodeApp
 from services.decode.settings import DecodeSettings
 from services.drafter.app import DrafterApp
 from services.prefill.app import PrefillApp
-from tests.support.random_checkpoint import RandomCheckpoint, write_random_checkpoint
+from tests.support.random_checkpoint import RandomCheckpoint, write_config, write_random_checkpoint
 
 
 @pytest.mark.parametrize("kv_memory_bytes", [None, 1 << 20])
@@ -97,6 +98,26 @@ def test_a_refused_setting_is_named_as_the_user_gave_it(
         environment=environment,
     )
     with pytest.raises(ModelUnusable, match=f"^{re.escape(name)}: 99999 is more than the model's"):
+        engine_builder(settings, LoadProgress())()
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_the_fake_engine_has_the_vocabulary_of_the_model_it_stands_in_for(
+    tmp_path: Path, is_nested: bool
+) -> None:
+    """Kimi-K2.5 states it in `text_config`."""
+    config = write_config(tmp_path, RandomCheckpoint())
+    if is_nested:
+        raw = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({"text_config": raw}))
+    settings = DecodeSettings(instance="d0", model=tmp_path, engine="fake")
+    assert engine_builder(settings, LoadProgress())().info.vocab_size == config.vocab_size
+
+
+def test_a_fake_engine_names_what_a_model_lacks(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    settings = DecodeSettings(instance="d0", model=tmp_path, engine="fake")
+    with pytest.raises(ModelUnusable, match="vocab_size"):
         engine_builder(settings, LoadProgress())()
 
 
