@@ -13,6 +13,7 @@ import numpy as np
 
 from libs.engine.core.fake import expected_tokens
 from libs.engine.core.fake_head import FakeHead
+from libs.engine.step.draft_head import ContextRows
 from libs.engine.step.types import SamplingParams
 from services.decode.draft_gate import DraftGate
 from services.decode.draft_state import DraftLimits
@@ -136,7 +137,8 @@ def test_rows_wait_as_long_as_drafts_do_not_pay() -> None:
     for gate, is_sent in ((DraftGate(), False), (DraftGate(is_forced=True), True)):
         speculation = speculation_with(None, DraftLimits(), gate)
         speculation._state.connect()
-        speculation.open("s", next_tokens=np.ones(2, np.uint32), features=np.ones((2, 4), np.float32))
+        rows = ContextRows("s", 0, np.ones(2, np.uint32), np.ones((2, 4), np.float32))
+        speculation.open("s", rows)
         assert not speculation.drafts()
         assert speculation._state.has_message is is_sent
 
