@@ -282,13 +282,17 @@ def _fake(options: EngineSettings) -> Engine:
     import time
 
     from libs.engine.core.fake import build_fake_engine
-    from libs.engine.model_spec.config import load_config
+    from libs.engine.model_spec.config_json import read_config_json
+    from libs.engine.model_spec.config_section import ConfigSection
+    from libs.engine.model_spec.known_keys import TEXT_KEYS
 
     # With the vocabulary of the model it stands in for, the router's requests fit it.
     limits: dict[str, Any] = {}
     if options.model is not None:
         with unusable_models(options):
-            limits["vocab_size"] = load_config(options.model).vocab_size
+            raw = read_config_json(options.model, "model")
+            text = ConfigSection(raw.get("text_config") or raw, TEXT_KEYS)
+            limits["vocab_size"] = text.integer("vocab_size")
     if options.max_context_tokens is not None:
         limits["max_context_tokens"] = options.max_context_tokens
     row_bytes = 64
