@@ -27,7 +27,11 @@ class DraftMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GateLimits:
-    """`trial_share`: of all time, what trials of the worse way may cost."""
+    """`trial_share`: of all time, what trials of the worse way may cost.
+
+    `first_share`: the same just after drafts began. It halves with each trial that confirms them: steps of
+    one moment, such as one without prefill beside it, may have begun them by mistake.
+    """
 
     window_steps: int = 64
     baseline_steps: int = 16  # known of a bucket's plain steps before drafts are tried in it
@@ -41,6 +45,7 @@ class GateLimits:
     clear_gap: float = 1.5
     checked_steps: int = 16  # how often drafts are compared with the last trial without them
     trial_share: float = 0.01
+    first_share: float = 0.125
     longest_pause_ms: float = 120_000.0
     most_feature_factor: float = 1.25  # a plain step with features, of one without; at most
     kept_steps: int = 32  # with features in a batch without drafts, after the last step of one with drafts
@@ -71,6 +76,7 @@ class _Bucket:
     settled_ms: float = 0.0  # since the last trial
     settled_steps: int = 0
     due_ms: float = 0.0
+    share: float = 0.0  # of the time with drafts until the next trial, what that trial may cost
     plain_ms: float = 0.0  # all time of the running trial without drafts
     plain_tokens: float = 0.0
 
@@ -297,16 +303,17 @@ class DraftGate:
             if bucket.key not in judged:
                 self._follow(bucket, judged[min(judged, key=lambda key: _distance(bucket.key, key))])
         for bucket in tried if not judged else []:
-            bucket.settle(self._pause_ms(excess_ms))
+            bucket.settle(self._pause_ms(excess_ms, self.limits.trial_share))
 
-    def _pause_ms(self, excess_ms: float) -> float:
-        return min(excess_ms / self.limits.trial_share, self.limits.longest_pause_ms)
+    def _pause_ms(self, excess_ms: float, share: float) -> float:
+        return min(excess_ms / share, self.limits.longest_pause_ms)
 
     def _follow(self, bucket: _Bucket, nearest: _Bucket) -> None:
         is_known = len(bucket.window) >= self.limits.baseline_steps
         if nearest.on and bucket.other_ms is None:
             bucket.other_ms = bucket.window.cost_ms if is_known else None
             bucket.switch()
+            bucket.share = nearest.share
             bucket.settle(nearest.due_ms)
         elif not nearest.on and (is_known or bucket.key[0] >= nearest.key[0]):
             # Its own pause may be longer: a cheap trial of a small batch says little of a large one.
@@ -327,11 +334,15 @@ class DraftGate:
         own_ms = bucket.window.cost_ms + (self._setup(bucket) if bucket.on else 0.0)
         if other_ms < own_ms * (1 - self.limits.margin):
             bucket.switch()
+            bucket.share = self.limits.first_share
             # A trial of the way that is left now costs about what this one has saved.
             excess_ms = max(own_ms - other_ms, 0.0) * self.limits.trial_steps
             own_ms, other_ms = other_ms, own_ms
         bucket.other_ms = other_ms
-        bucket.settle(self._pause_ms(excess_ms))
+        share = self.limits.trial_share
+        if bucket.on:
+            share, bucket.share = bucket.share, max(bucket.share / 2, share)
+        bucket.settle(self._pause_ms(excess_ms, share))
 
     def _setup(self, bucket: _Bucket) -> float:
         """Share of a token in the setups of all sequences of the batch: each one delays the others."""
@@ -356,7 +367,7 @@ class DraftGate:
             if self._buckets:
                 nearest_key = min(self._buckets, key=lambda other: _distance(key, other))
                 nearest = self._buckets[nearest_key]
-                bucket.on = nearest.on
+                bucket.on, bucket.share = nearest.on, nearest.share
                 # Drafts that lost there wait here as long: else each new size of a batch begins with a trial.
                 # In a smaller batch they may pay, because its steps have room for more rows.
                 if not nearest.on and key[0] >= nearest_key[0]:

@@ -129,6 +129,16 @@ def test_drafts_that_stop_paying_are_left_out_within_a_few_steps() -> None:
     assert ran.modes[-100:].count(DraftMode.OFF) > 60
 
 
+def test_drafts_that_one_moment_began_are_checked_soon() -> None:
+    """Plain steps were slow, and those of the trial quick. By what was measured then, drafts still pay."""
+    gate, machine = DraftGate(), Machine(base_ms=10.0, drafter_ms=0.0)
+    modes = run(gate, machine, 200).modes
+    assert modes[-1] is not DraftMode.OFF and modes.count(DraftMode.ON) > 100
+    machine.base_ms, machine.drafter_ms = 4.0, 12.0
+    assert machine.cost_ms(DraftMode.OFF) < machine.cost_ms(DraftMode.ON) < 10.0
+    assert run(gate, machine, 100).modes[-1] is DraftMode.OFF
+
+
 def test_plain_steps_that_run_ahead_are_judged_by_what_they_cost_without_features() -> None:
     """A trial of plain steps keeps contexts whole: it computes features, and so runs no step ahead."""
     limits = GateLimits(most_feature_factor=AHEAD_FEATURE_FACTOR)
@@ -234,7 +244,8 @@ def test_a_trial_waits_for_whole_contexts() -> None:
     assert {contexts.step(gate, machine) for _ in range(16)} == {DraftMode.OFF}
     assert {contexts.step(gate, machine) for _ in range(100)} == {DraftMode.FEATURES}
     assert {contexts.step(gate, machine) for _ in range(100)} >= {DraftMode.ON}
-    assert {contexts.step(gate, machine) for _ in range(100)} == {DraftMode.ON}
+    modes = [contexts.step(gate, machine) for _ in range(100)]
+    assert modes.count(DraftMode.ON) > 80 and DraftMode.OFF not in modes
 
 
 def test_a_trial_goes_on_after_a_dip_of_the_batch() -> None:

@@ -92,7 +92,7 @@ def test_buckets_without_steps_in_a_trial_follow_the_nearest_judged_one() -> Non
     gate._end()
     assert won.on and won.other_ms == 10.0
     assert not lost.on and (lost.other_ms, lost.due_ms) == (20.0, 5_000.0)
-    assert won.due_ms == 100 * (10.0 - 5.0) * LIMITS.trial_steps
+    assert won.due_ms == 8 * (10.0 - 5.0) * LIMITS.trial_steps
     assert unknown.on and (unknown.other_ms, unknown.due_ms) == (None, won.due_ms)
     assert known.on and (known.other_ms, known.due_ms) == (10.0, won.due_ms)
     assert not lost_before.on and (lost_before.settled_ms, lost_before.due_ms) == (7.0, 1.0)
