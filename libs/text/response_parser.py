@@ -62,6 +62,14 @@ class ToolCallArguments(msgspec.Struct, frozen=True, gc=False):
 Delta = ContentDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
 
 
+class ToolCallForm(enum.Enum):
+    """How an answer gives tool calls. TEXT: all but their control tokens is content, as for a bare prompt."""
+
+    PARSED = "parsed"
+    DROPPED = "dropped"
+    TEXT = "text"
+
+
 class _Mode(enum.Enum):
     REASONING = "reasoning"
     CONTENT = "content"
@@ -78,9 +86,9 @@ _SECTION_ENDS = frozenset({TOOL_CALLS_SECTION_END, IM_END, EOS, EOT})
 class ResponseParser:
     """Parses one response. `thinking`: the prompt ended inside `<think>`.
 
-    Stop strings apply to content only; neither a stop string nor the text after it is shown. Without
-    `tools_allowed` tool calls are dropped. The parser infers the name of a call with a bare number as id from
-    `tools` (OpenAI-shaped), and drops a call without a name.
+    Stop strings apply to content only; neither a stop string nor the text after it is shown. The parser
+    infers the name of a call with a bare number as id from `tools` (OpenAI-shaped), and drops a call without
+    a name.
     """
 
     def __init__(
@@ -88,13 +96,13 @@ class ResponseParser:
         tokenizer: Tokenizer,
         *,
         thinking: bool,
-        tools_allowed: bool = True,
+        call_form: ToolCallForm = ToolCallForm.PARSED,
         stop: Sequence[str] = (),
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._mode = _Mode.REASONING if thinking else _Mode.CONTENT
-        self._tools_allowed = tools_allowed
+        self._call_form = call_form
         self._tools = tuple(tools)
         self._content = StopMatcher(stop, marker=SINGULAR_SECTION_BEGIN)
         self._may_stop = any(stop)
@@ -197,6 +205,8 @@ class ResponseParser:
         elif name == THINK_BEGIN:
             if self._mode is _Mode.CONTENT:
                 self._enter(_Mode.REASONING)
+        elif self._call_form is ToolCallForm.TEXT:
+            return
         elif name in _SECTION_BEGINS:
             self._enter(_Mode.BETWEEN_CALLS)
         elif name == TOOL_CALL_BEGIN:
@@ -231,7 +241,7 @@ class ResponseParser:
                 self._arguments(arguments)
 
     def _begin_call(self) -> None:
-        if not self._tools_allowed:
+        if self._call_form is ToolCallForm.DROPPED:
             self._mode = _Mode.BETWEEN_CALLS  # where text is dropped
             return
         header = parse_header("".join(self._collected))

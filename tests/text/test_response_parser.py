@@ -16,6 +16,7 @@ from libs.text.response_parser import (
     ReasoningDelta,
     ResponseParser,
     ToolCallArguments,
+    ToolCallForm,
     ToolCallStart,
 )
 from libs.text.special_tokens import KIMI_OFFSETS, SINGULAR_SECTION_BEGIN
@@ -229,15 +230,28 @@ def test_thinking_may_start_again(tokenizer: Tokenizer) -> None:
 
 def test_without_tools_nothing_of_a_call_is_shown(tokenizer: Tokenizer) -> None:
     response = ("Hm", BEGIN, CALL, "functions.f:0", ARGS, "{}", CALL_END, END, "Bye", "<|im_end|>")
-    assert parse(tokenizer, *response, tools_allowed=False) == [ContentDelta("HmBye")]
-    assert parse(tokenizer, *response, tools_allowed=False, thinking=True) == [
+    assert parse(tokenizer, *response, call_form=ToolCallForm.DROPPED) == [ContentDelta("HmBye")]
+    assert parse(tokenizer, *response, call_form=ToolCallForm.DROPPED, thinking=True) == [
         ReasoningDelta("Hm"),
         ContentDelta("Bye"),
     ]
     cut_off = ("Hm", BEGIN, CALL, "functions.f:0", ARGS, "{")
-    assert parse(tokenizer, *cut_off, tools_allowed=False) == [ContentDelta("Hm")]
+    assert parse(tokenizer, *cut_off, call_form=ToolCallForm.DROPPED) == [ContentDelta("Hm")]
     singular = ("Hm<|tool_call_section_begin|>", CALL, "functions.f:0", ARGS, "{}", CALL_END)
-    assert parse(tokenizer, *singular, tools_allowed=False) == [ContentDelta("Hm")]
+    assert parse(tokenizer, *singular, call_form=ToolCallForm.DROPPED) == [ContentDelta("Hm")]
+
+
+def test_as_text_all_of_a_call_is_content(tokenizer: Tokenizer) -> None:
+    """A bare prompt has no tools: its text goes on, whatever control tokens come."""
+    call = (BEGIN, CALL, "functions.f:0", ARGS, "{}", CALL_END, END)
+    shown = [ContentDelta("Hmfunctions.f:0{}Bye")]
+    assert parse(tokenizer, "Hm", *call, "Bye", call_form=ToolCallForm.TEXT) == shown
+    spelled = ("Hm", SINGULAR_SECTION_BEGIN, CALL, "b")
+    assert parse(tokenizer, *spelled, call_form=ToolCallForm.TEXT) == parse(
+        tokenizer, *(part for part in spelled if part != CALL)
+    )
+    stopped = parse(tokenizer, "Hm", *call, "Bye", call_form=ToolCallForm.TEXT, stop=["f:"])
+    assert stopped == [ContentDelta("Hmfunctions.")]
 
 
 def test_a_character_is_emitted_only_when_complete(tokenizer: Tokenizer) -> None:
@@ -324,7 +338,7 @@ _FRAGMENTS = st.one_of(
     st.lists(st.sampled_from(["b", "abc", "<|", "c{", "\ufffd"]), max_size=2),
     st.sampled_from([(), (WEATHER_TOOL,), (WEATHER_TOOL, ORDER_TOOL)]),
     st.booleans(),
-    st.booleans(),
+    st.sampled_from(ToolCallForm),
 )
 def test_any_chunking_of_the_stream_gives_the_same_deltas(
     tokenizer: Tokenizer,
@@ -333,10 +347,10 @@ def test_any_chunking_of_the_stream_gives_the_same_deltas(
     stop: list[str],
     tools: tuple[Any, ...],
     thinking: bool,
-    tools_allowed: bool,
+    call_form: ToolCallForm,
 ) -> None:
     token_ids = ids(tokenizer, *fragments)
-    options: dict[str, Any] = {"tools_allowed": tools_allowed, "stop": stop, "tools": tools}
+    options: dict[str, Any] = {"call_form": call_form, "stop": stop, "tools": tools}
 
     def run(borders: Sequence[int]) -> tuple[list[Delta], bool, bool]:
         parser = ResponseParser(tokenizer, thinking=thinking, **options)

@@ -27,7 +27,7 @@ from libs.text.chat_template import (
     render_partial,
     tools_header,
 )
-from libs.text.response_parser import ResponseParser
+from libs.text.response_parser import ResponseParser, ToolCallForm
 from libs.text.special_tokens import (
     TOOL_CALL_ARGUMENT_BEGIN,
     TOOL_CALL_BEGIN,
@@ -52,7 +52,7 @@ from services.router.request.conversations.token_cache import (
     unpack_ids,
 )
 from services.router.request.model_card import ModelCard
-from services.router.request.types import ChatInput, GenerationRequest
+from services.router.request.types import ChatInput, GenerationRequest, PromptInput
 from services.router.request.validation import check_context, check_prompt_rows
 from slipstream.sampling import OutputConstraint
 from slipstream.v1 import common_pb2
@@ -73,7 +73,7 @@ class Prompt(msgspec.Struct, frozen=True):
     encoded_tokens: int
     forced: tuple[int, ...]
     thinking: bool
-    tools_allowed: bool
+    call_form: ToolCallForm
     store_generated: bool  # whether the next turn's template keeps the generated tokens
     sampling: common_pb2.SamplingParams
     _chat: CachedChat | None
@@ -84,7 +84,7 @@ class Prompt(msgspec.Struct, frozen=True):
         return ResponseParser(
             card.tokenizer,
             thinking=self.thinking,
-            tools_allowed=self.tools_allowed,
+            call_form=self.call_form,
             stop=request.stop,
             tools=tools,
         )
@@ -225,7 +225,7 @@ class PromptDraft(msgspec.Struct, frozen=True):
             encoded_tokens=count_new(*encoded),
             forced=forced,
             thinking=self.thinking and not self.partial,
-            tools_allowed=isinstance(chat, ChatInput) and bool(chat.tools) and _mode(chat) != "none",
+            call_form=_call_form(chat),
             # K2.5's template drops the reasoning of earlier answers, so no later prompt has those blocks.
             store_generated=not self.thinking or (isinstance(chat, ChatInput) and chat.keeps_reasoning),
             sampling=sampling,
@@ -300,6 +300,13 @@ def _forced_prefix(chat: ChatInput, card: ModelCard) -> tuple[int, ...]:
     index = sum(len(message.get("tool_calls") or ()) for message in chat.messages)
     ids += card.tokenizer.encode_text(f"functions.{chat.tool_choice.function}:{index}")
     return (*ids, special(TOOL_CALL_ARGUMENT_BEGIN))
+
+
+def _call_form(given: ChatInput | PromptInput) -> ToolCallForm:
+    if isinstance(given, PromptInput):
+        return ToolCallForm.TEXT
+    is_allowed = bool(given.tools) and _mode(given) != "none"
+    return ToolCallForm.PARSED if is_allowed else ToolCallForm.DROPPED
 
 
 def _joined(ids: TokenArray, forced: Sequence[int]) -> TokenArray:

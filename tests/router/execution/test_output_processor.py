@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from libs.text.response_parser import ResponseParser
+from libs.text.response_parser import ResponseParser, ToolCallForm
 from services.router.execution.output_processor import OutputProcessor
 from services.router.request.model_card import ModelCard
 from slipstream.v1 import common_pb2, router_pb2
@@ -105,7 +105,7 @@ def test_the_offset_of_a_token_is_that_of_the_character_which_it_begins_or_conti
     resume_after = data.draw(st.integers(0, len(tokens)))
     output = OutputProcessor(
         card.tokenizer,
-        ResponseParser(card.tokenizer, thinking=False, tools_allowed=False),
+        ResponseParser(card.tokenizer, thinking=False, call_form=ToolCallForm.DROPPED),
         with_logprobs=True,
         resume_after=resume_after,
     )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from libs.text.chat_template import encode_chat
+from libs.text.response_parser import ToolCallForm
 from libs.text.special_tokens import THINK_BEGIN, THINK_END
 from services.router.api.openai.request import parse_chat
 from services.router.api.openai.token_bodies import parse_tokenize
@@ -99,7 +100,7 @@ def test_the_messages_before_are_cached_with_their_tools(card: ModelCard) -> Non
     assert prompt.encoded_tokens == len(prompt.token_ids) - len(
         encode_chat(card.tokenizer, [USER], [WEATHER_TOOL], add_generation_prompt=False).token_ids
     )
-    assert prompt.tools_allowed
+    assert prompt.call_form is ToolCallForm.PARSED
 
 
 def test_a_partial_message_may_be_all_there_is(card: ModelCard) -> None:

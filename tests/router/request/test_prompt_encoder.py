@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from libs.text.response_parser import ToolCallForm
 from libs.text.tokenizer import MAX_ENCODE_CHARS, Tokenizer
 from services.router.request import prompt_encoder
 from services.router.request.conversations.token_cache import TokenCache
@@ -14,6 +15,7 @@ from services.router.request.prompt import Encoded, PromptDraft
 from services.router.request.prompt_encoder import PromptEncoder
 from services.router.request.types import ChatInput, GenerationRequest, PromptInput
 from slipstream.errors import InvalidArgument
+from tests.text.corpus import WEATHER_TOOL
 
 
 def draft_of(card: ModelCard, text: str, *, chat: bool) -> PromptDraft:
@@ -59,3 +61,18 @@ def test_a_prompt_that_is_far_too_long_is_not_encoded_to_its_end(
         run(encoder)
     assert caught.value.field == field
     assert sum(pieces) <= 3 * MAX_ENCODE_CHARS
+
+
+@pytest.mark.parametrize(
+    ("given", "form"),
+    [
+        (PromptInput("f"), ToolCallForm.TEXT),
+        (ChatInput([{"role": "user", "content": "f"}]), ToolCallForm.DROPPED),
+        (ChatInput([{"role": "user", "content": "f"}], tools=[WEATHER_TOOL]), ToolCallForm.PARSED),
+    ],
+)
+def test_tool_calls_after_a_bare_prompt_are_text(
+    card: ModelCard, given: ChatInput | PromptInput, form: ToolCallForm
+) -> None:
+    draft = PromptDraft.of(GenerationRequest(given), card, TokenCache(), tenant="t")
+    assert draft.finish(draft.encode(), request_id="r").call_form is form
