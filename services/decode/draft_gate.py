@@ -39,6 +39,7 @@ class GateLimits:
     gather_steps: int = 160  # with features alone at most: until the contexts of all sequences are whole
     skipped_steps: int = 16  # at most, until drafts come: a head takes in the contexts first
     trial_steps: int = 16
+    winning_steps: int = 48  # of a trial of the way that seems the better one
     absent_steps: int = 128  # of all batches in the stage with drafts: then the trial ends
     least_steps: int = 5  # after these, a trial with a clear verdict ends
     # A verdict is clear where costs differ by the factor exp(clear_gap / sqrt(steps * sequences)).
@@ -277,11 +278,16 @@ class DraftGate:
                 self._enter(_TrialPhase.DRAFTS)
 
     def _is_decided(self, bucket: _Bucket) -> bool:
-        """Whether the trial has enough steps: fewer where the verdict is clear."""
-        n_steps = len(bucket.trial)
-        if not self.limits.least_steps <= n_steps < self.limits.trial_steps:
-            return n_steps >= self.limits.trial_steps
-        return self._is_clear(bucket, n_steps, bucket.trial.cost_ms)
+        """Whether the trial has enough steps: fewer where the other way clearly loses.
+
+        Where it wins, more steps cost nothing, and show whether it wins only for a moment.
+        """
+        n_steps, other_ms = len(bucket.trial), bucket.trial.cost_ms
+        if n_steps >= self.limits.winning_steps or n_steps < self.limits.least_steps:
+            return n_steps >= self.limits.winning_steps
+        if other_ms < bucket.window.cost_ms:
+            return False
+        return n_steps >= self.limits.trial_steps or self._is_clear(bucket, n_steps, other_ms)
 
     def _is_clear(self, bucket: _Bucket, n_steps: int, other_ms: float) -> bool:
         """Whether the ways differ by more than their noise, the shorter one known from so many steps.

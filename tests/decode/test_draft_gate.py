@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.decode.draft_gate import AHEAD_FEATURE_FACTOR, DraftGate, DraftMode, GateLimits
+from services.decode.draft_gate import (
+    AHEAD_FEATURE_FACTOR,
+    DraftGate,
+    DraftMode,
+    GateLimits,
+    _TrialPhase,
+)
 
 LIMITS = GateLimits()
 N_DRAFTS = 3
@@ -136,7 +142,19 @@ def test_drafts_that_one_moment_began_are_checked_soon() -> None:
     assert modes[-1] is not DraftMode.OFF and modes.count(DraftMode.ON) > 100
     machine.base_ms, machine.drafter_ms = 4.0, 12.0
     assert machine.cost_ms(DraftMode.OFF) < machine.cost_ms(DraftMode.ON) < 10.0
-    assert run(gate, machine, 100).modes[-1] is DraftMode.OFF
+    assert run(gate, machine, 100).modes[-1] is not DraftMode.ON
+
+
+def test_a_trial_that_wins_goes_on_longer_than_one_that_loses() -> None:
+    for base_ms, drafter_ms, n_steps in ((10.0, 0.0, LIMITS.winning_steps), (4.0, 30.0, LIMITS.least_steps)):
+        gate, machine = DraftGate(), Machine(base_ms=base_ms, drafter_ms=drafter_ms)
+        trial = 0
+        while gate.choose(1, 500) is not DraftMode.ON:
+            run(gate, machine, 1)
+        while gate._trial is not _TrialPhase.NONE:
+            run(gate, machine, 1)
+            trial += gate._trial is _TrialPhase.DRAFTS
+        assert n_steps <= trial + 1 <= n_steps + 1
 
 
 def test_plain_steps_that_run_ahead_are_judged_by_what_they_cost_without_features() -> None:
