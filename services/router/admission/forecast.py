@@ -131,7 +131,10 @@ class Forecast:
         return PredictedLoad(wait_ms, prefill_ms, least_prefill_ms, sequences, tokens)
 
     def _measured(self, prefill_tokens: int) -> float:
-        """So many tokens, or as many as the rate tells the time of. The next such prompt counts in full."""
+        """The tokens of a prompt that the rate covers: at most _MEASURED_FACTOR times recent prompts' mean.
+
+        `observe_admitted` raises that mean, so the next such prompt counts in full.
+        """
         if self._prompt_tokens is None:
             return prefill_tokens
         return min(prefill_tokens, _MEASURED_FACTOR * self._prompt_tokens)
