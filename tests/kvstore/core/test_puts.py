@@ -9,7 +9,8 @@ import pytest
 from libs.common.checksum import checksum
 from libs.common.transport.base import PeerGone, Region, TransferTimeout
 from libs.common.transport.registered_memory import PAGE_BYTES
-from services.kvstore.core.puts import PutSource
+from services.kvstore.core.leases import LeaseRecord
+from services.kvstore.core.puts import PutReservation, PutSource
 from slipstream.errors import InvalidArgument, NotFound
 from tests.kvstore.store_rig import BLOCK_BYTES, DRAM, Rig, key, keys, payload
 
@@ -27,41 +28,41 @@ async def test_a_reservation_that_is_not_committed_ends_with_its_lease(rig: Rig)
     assert await rig.put([1, 2]) == [1, 2]
 
 
-async def test_a_running_commit_keeps_its_reservation_from_expiring(rig: Rig) -> None:
+async def held_commit(
+    rig: Rig,
+) -> tuple[LeaseRecord[PutReservation], asyncio.Event, asyncio.Task[tuple[list[bytes], list[bytes]]]]:
+    """A commit of blocks 1 and 2 whose pull waits: its lease, the gate, and the task."""
     lease = rig.puts.reserve(keys(1, 2), BLOCK_BYTES, owner="w")
     assert lease is not None
-    rig.transport.gate = asyncio.Event()
+    rig.transport.gate = gate = asyncio.Event()
     commit = asyncio.create_task(rig.puts.commit(lease.lease_id, "s", rig.sources([1, 2]), timeout_s=60))
     await asyncio.sleep(0)
+    return lease, gate, commit
+
+
+async def test_a_running_commit_keeps_its_reservation_from_expiring(rig: Rig) -> None:
+    lease, gate, commit = await held_commit(rig)
     rig.now_ms = lease.expires_ms + 1
     assert rig.puts.expire() == 0
     rig.puts.cancel(lease.lease_id)  # a cancel does not free the slots that a commit fills
-    rig.transport.gate.set()
+    gate.set()
     assert (await commit)[0] == keys(1, 2)
     assert rig.store.lookup_local(keys(1, 2)) == [DRAM, DRAM]
 
 
 async def test_a_commit_counts_a_block_that_a_load_published_meanwhile(rig: Rig) -> None:
-    lease = rig.puts.reserve(keys(1, 2), BLOCK_BYTES, owner="w")
-    assert lease is not None
-    rig.transport.gate = asyncio.Event()
-    commit = asyncio.create_task(rig.puts.commit(lease.lease_id, "s", rig.sources([1, 2]), timeout_s=60))
-    await asyncio.sleep(0)
+    _, gate, commit = await held_commit(rig)
     slot = rig.dram.table.allocate(BLOCK_BYTES)
     assert slot is not None
     rig.dram.table.publish(key(1), slot, BLOCK_BYTES, checksum(payload(1)))
-    rig.transport.gate.set()
+    gate.set()
     committed, refused = await commit
     assert (set(committed), refused) == (set(keys(1, 2)), [])
     assert rig.at_rest()
 
 
 async def test_a_cancelled_commit_publishes_nothing_and_frees_everything(rig: Rig) -> None:
-    lease = rig.puts.reserve(keys(1, 2), BLOCK_BYTES, owner="w")
-    assert lease is not None
-    rig.transport.gate = asyncio.Event()
-    commit = asyncio.create_task(rig.puts.commit(lease.lease_id, "s", rig.sources([1, 2]), timeout_s=60))
-    await asyncio.sleep(0)
+    _, _, commit = await held_commit(rig)
     commit.cancel()
     with pytest.raises(asyncio.CancelledError):
         await commit
