@@ -283,10 +283,10 @@ class DraftGate:
         Where it wins, more steps cost nothing, and show whether it wins only for a moment.
         """
         n_steps, other_ms = len(bucket.trial), bucket.trial.cost_ms
-        if n_steps >= self.limits.winning_steps or n_steps < self.limits.least_steps:
-            return n_steps >= self.limits.winning_steps
-        if other_ms < bucket.window.cost_ms:
+        if n_steps < self.limits.least_steps:
             return False
+        if other_ms < bucket.window.cost_ms:
+            return n_steps >= self.limits.winning_steps
         return n_steps >= self.limits.trial_steps or self._is_clear(bucket, n_steps, other_ms)
 
     def _is_clear(self, bucket: _Bucket, n_steps: int, other_ms: float) -> bool:
