@@ -133,6 +133,18 @@ def test_a_command_that_does_not_load_names_its_package(plugins: str, name: str,
     assert said == f"slipstream {name} of acme-plug 1.5 does not load (plug_{name}:command): {why}\n"
 
 
+# Ctrl-C amid the imports, also below a shell whose background processes ignore it.
+STOPPED = """import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.raise_signal(signal.SIGINT)
+def command(): ..."""
+
+
+def test_ctrl_c_amid_the_imports_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
+    install(tmp_path, {"stopped": STOPPED})
+    assert run_with(str(tmp_path), "works") == (130, "", "")
+
+
 def test_a_command_that_does_not_load_leaves_the_others_alone(plugins: str) -> None:
     assert run_with(plugins, "works") == (0, "it works\n", "")
     code, output, said = run_with(plugins, "--help")
