@@ -18,7 +18,8 @@ from libs.engine.step.types import FEATURE_WINDOW_TOKENS
 from libs.worker.engine.feature_memory import FeatureMemory
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.identity import head_fingerprint
-from libs.worker.process.settings import WorkerSettings, require_models, unusable_models
+from libs.worker.process.model_unusable import unusable_models
+from libs.worker.process.settings import WorkerSettings, require_models
 from libs.worker.requests.messages import FEATURE_BYTES
 from services.drafter.batcher import Batcher
 from services.drafter.row_reader import RowReader

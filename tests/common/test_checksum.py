@@ -20,6 +20,7 @@ from libs.common.transport.registered_memory import (
     PageAlignedMemory,
     page_rounded,
 )
+from slipstream.errors import InvalidArgument
 from slipstream.rpc.cluster_secret import ClusterSecret
 
 
@@ -55,6 +56,14 @@ def test_memory_is_aligned_zeroed_and_bounded() -> None:
             memory.view(offset, n_bytes)
     with pytest.raises(ValueError):
         PageAlignedMemory(0)
+
+
+@pytest.mark.parametrize("n_bytes", [1 << 50, 1 << 70])
+def test_memory_that_the_kernel_does_not_give_is_named_by_its_setting(n_bytes: int) -> None:
+    with pytest.raises(InvalidArgument, match=f"^dram_bytes: {n_bytes} bytes cannot be allocated"):
+        PageAlignedMemory(n_bytes, field="dram_bytes")
+    with pytest.raises(MemoryError, match=f"^{n_bytes} bytes cannot be allocated"):
+        PageAlignedMemory(n_bytes)
 
 
 def test_large_memory_starts_at_a_huge_page_and_outlives_its_owner() -> None:

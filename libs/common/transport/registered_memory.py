@@ -7,6 +7,7 @@ import ctypes
 import mmap
 
 from libs.common.checksum import memory_at
+from slipstream.errors import InvalidArgument
 
 PAGE_BYTES = mmap.PAGESIZE
 HUGE_PAGE_BYTES = 2 << 20
@@ -28,12 +29,18 @@ class PageAlignedMemory:
     The memory lives as long as this object or any object made from `buffer`.
     """
 
-    def __init__(self, n_bytes: int) -> None:
+    def __init__(self, n_bytes: int, *, field: str = "") -> None:
+        """`field`: the setting of the size. Raises InvalidArgument with it, or MemoryError without one, where
+        the kernel gives no such memory."""
         if n_bytes <= 0:
             raise ValueError("n_bytes must be positive")
         self.n_bytes = page_rounded(n_bytes)
         spare_bytes = HUGE_PAGE_BYTES if self.n_bytes >= HUGE_PAGE_BYTES else 0  # to align the start
-        mapping = mmap.mmap(-1, self.n_bytes + spare_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            mapping = mmap.mmap(-1, self.n_bytes + spare_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            reason = f"{self.n_bytes} bytes cannot be allocated: {error}"
+            raise InvalidArgument(field, reason) if field else MemoryError(reason) from None
         start_bytes = 0
         if spare_bytes:
             start_bytes = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % HUGE_PAGE_BYTES

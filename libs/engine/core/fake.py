@@ -68,7 +68,7 @@ class FakeModel:
     ) -> None:
         self.info = info
         n_bytes = info.n_pages * info.page_bytes
-        host = PageAlignedMemory(n_bytes)
+        host = PageAlignedMemory(n_bytes, field="kv_memory_bytes")
         self.memory = host.buffer[:n_bytes]
         self.memory_address = host.address
         self.page_parts = None

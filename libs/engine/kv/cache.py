@@ -53,7 +53,7 @@ class PagedLatentCache:
         self.n_bytes = shape.n_pages * shape.page_bytes
         self.memory: memoryview | torch.Tensor
         if device == "cpu":
-            host = host or PageAlignedMemory(self.n_bytes)
+            host = host or PageAlignedMemory(self.n_bytes, field="kv_memory_bytes")
             self.memory = host.buffer[: self.n_bytes]
             self.address: int = host.address
             flat = torch.frombuffer(self.memory, dtype=KV_DTYPES[shape.kv_dtype])

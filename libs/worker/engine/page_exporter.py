@@ -68,7 +68,7 @@ class PageExporter:
             ) from None
         self.n_slots = _n_slots(memory, staging_bytes)
         self._free = list(range(self.n_slots))
-        self.staging = PageAlignedMemory(self.n_slots * memory.page_bytes)
+        self.staging = PageAlignedMemory(self.n_slots * memory.page_bytes, field="kv_staging_bytes")
         transport.register(self.staging.buffer)
 
     @property

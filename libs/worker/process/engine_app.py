@@ -18,6 +18,7 @@ from libs.worker.engine.engine_thread import DraftSource
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.core import WorkerCore
 from libs.worker.process.identity import worker_fingerprint
+from libs.worker.process.model_unusable import unusable_sizes
 from libs.worker.process.settings import (
     DecodeStepsName,
     EngineSettings,
@@ -106,12 +107,13 @@ class EngineApp(WorkerApp):
         )
         self.core = core
         model_dir = options.model if options.engine == "torch" else None
-        await core.open(
-            lambda info: worker_fingerprint(info, model_dir),
-            max_waiting=options.max_waiting,
-            max_running=4 * options.max_batch,
-        )
-        await core.thread.call(warm_up)
+        with unusable_sizes(options):
+            await core.open(
+                lambda info: worker_fingerprint(info, model_dir),
+                max_waiting=options.max_waiting,
+                max_running=4 * options.max_batch,
+            )
+            await core.thread.call(warm_up)
         self.fingerprint = core.fingerprint
         self.record_fingerprint = core.fingerprint.digest
         self.transport_kind = transport.kind

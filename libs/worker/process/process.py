@@ -38,7 +38,8 @@ from libs.common.worker_bounds import STOP_GRACE_S
 from libs.engine.step.load_progress import LoadProgress
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.bounded_end import BoundedEnd
-from libs.worker.process.settings import ModelUnusable, WorkerSettings
+from libs.worker.process.model_unusable import ModelUnusable
+from libs.worker.process.settings import WorkerSettings
 from slipstream.errors import SlipstreamError
 from slipstream.v1 import worker_pb2_grpc
 

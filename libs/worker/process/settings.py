@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from libs.common.runtime.process_settings import ServiceSettings, TierSettings
+from libs.common.runtime.process_settings import TierSettings
 from libs.common.runtime.settings import rows, setting
 from libs.common.worker_bounds import DEFAULT_BATCH, MAX_BATCH, MAX_STEP_TOKENS, MAX_THREADS
 from libs.engine.kernels.device_name import CPU, cuda_index
@@ -20,8 +19,9 @@ from libs.engine.step.types import Engine
 from libs.planner.decode_room import DecodeStepRoom, DraftHeadRoom
 from libs.planner.fit import CARD_OVERHEAD_BYTES
 from libs.worker.engine.page_exporter import REGISTRATIONS, STAGED
+from libs.worker.process.model_unusable import unusable_models
 from libs.worker.restore.restore_budget import FLOOR_MS
-from slipstream.errors import FailedPrecondition, InvalidArgument
+from slipstream.errors import InvalidArgument
 
 _PACKED, _OFF = "packed", "off"
 _BY_OMP = "as OMP_NUM_THREADS says"
@@ -29,19 +29,6 @@ WeightDtype = Literal["auto", "float32", "bfloat16"]
 ComputeDtype = Literal["auto", "avx512_bf16", "float32"]
 DecodeStepsName = Literal["ahead", "graphs", "plain"]
 _DTYPES = ("auto", "float32", "bfloat16")
-
-
-class ModelUnusable(FailedPrecondition):
-    """The checkpoint cannot be loaded with these settings on this machine, now or at another start."""
-
-
-@contextlib.contextmanager
-def unusable_models(options: ServiceSettings) -> Iterator[None]:
-    """Raise the refusals of a load as ModelUnusable, which no further start mends."""
-    try:
-        yield
-    except (FailedPrecondition, InvalidArgument) as error:
-        raise ModelUnusable(options.named(error).message) from error
 
 
 def check_parallel(text: str) -> None:

@@ -32,7 +32,7 @@ class DramTier:
         if not slab_bytes:
             raise ValueError(f"{dram_bytes} bytes of memory are too few")
         n_slabs = dram_bytes // slab_bytes
-        self.memory = PageAlignedMemory(n_slabs * slab_bytes)
+        self.memory = PageAlignedMemory(n_slabs * slab_bytes, field="dram_bytes")
         self.table: SlotTable[bytes] = SlotTable(
             n_slabs=n_slabs, slab_bytes=slab_bytes, tenant_share=tenant_share
         )

@@ -26,7 +26,8 @@ from libs.planner.shapes.model_shape import ModelShape
 from libs.planner.shapes.read_shape import read_shape
 from libs.worker.process import kv_size
 from libs.worker.process.kv_size import kv_cache_size, worker_memory
-from libs.worker.process.settings import DecodeStepsName, ModelUnusable, engine_builder
+from libs.worker.process.model_unusable import ModelUnusable
+from libs.worker.process.settings import DecodeStepsName, engine_builder
 from services.decode.settings import DecodeSettings
 from slipstream.errors import InvalidArgument
 from tests.engine.model.release_configs import DEEPSEEK_V3, MOONLIGHT

@@ -351,3 +351,9 @@ def test_a_worker_without_its_model_names_the_missing_file(tmp_path: Path, role:
     arguments = ("--model", str(tmp_path), "--transport", "socket")
     output = stderr_of_a_failed_start(role, *arguments, exit_code=MODEL_UNUSABLE)
     assert f"w cannot start: --model: cannot read {tmp_path / 'config.json'}" in output[-1]
+
+
+def test_a_worker_without_memory_for_its_kv_cache_names_the_setting() -> None:
+    arguments = ("--engine", "fake", "--transport", "socket", "--kv-memory-bytes", str(1 << 50))
+    output = stderr_of_a_failed_start("decode", *arguments, exit_code=MODEL_UNUSABLE)
+    assert f"w cannot start: --kv-memory-bytes: {1 << 50} bytes cannot be allocated" in output[-1]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import mmap
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,10 +18,10 @@ from libs.common.runtime.loading import load_settings
 from libs.engine.core.fake import build_fake_engine
 from libs.engine.step.load_progress import LoadProgress
 from libs.worker.process.engine_app import EngineApp
+from libs.worker.process.model_unusable import ModelUnusable, unusable_sizes
 from libs.worker.process.process import run_worker
 from libs.worker.process.settings import (
     EngineSettings,
-    ModelUnusable,
     WorkerSettings,
     engine_builder,
     load_local_head,
@@ -29,6 +31,7 @@ from services.decode.app import DecodeApp
 from services.decode.settings import DecodeSettings
 from services.drafter.app import DrafterApp
 from services.prefill.app import PrefillApp
+from slipstream.errors import FailedPrecondition
 from tests.support.random_checkpoint import RandomCheckpoint, write_config, write_random_checkpoint
 
 
@@ -170,3 +173,38 @@ def test_packed_weights_are_in_the_run_directory_unless_a_flag_says_otherwise(
     given: str | None, folder: Path | None
 ) -> None:
     assert packed_dir(DecodeSettings(instance="d0", run_dir=Path("run"), packed_dir=given)) == folder
+
+
+def test_a_kv_cache_that_the_host_has_no_memory_for_is_refused_by_its_flag(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, RandomCheckpoint())
+    settings = EngineSettings(instance="d0", model=tmp_path, memory_bytes=1 << 52, kv_memory_bytes=1 << 50)
+    with pytest.raises(ModelUnusable, match=r"^--kv-memory-bytes: \d+ bytes cannot be allocated"):
+        engine_builder(settings, LoadProgress())()
+
+
+@pytest.mark.parametrize(
+    ("allocate", "what"),
+    [
+        (lambda: bytearray(1 << 62), "no memory in <lambda>"),
+        (
+            lambda: torch.empty(1 << 60, dtype=torch.uint8),
+            f".*you tried to allocate {1 << 60} bytes",
+        ),
+        (lambda: mmap.mmap(-1, 1 << 60), ".*Cannot allocate memory"),
+    ],
+)
+def test_an_allocation_that_fails_amid_a_start_names_the_settings_of_memory(
+    allocate: Callable[[], object], what: str
+) -> None:
+    flags_of = {EngineSettings: "--memory-bytes, --kv-memory-bytes", WorkerSettings: "--draft-model"}
+    for kind, flags in flags_of.items():
+        settings = kind(instance="w")
+        with pytest.raises(ModelUnusable, match=f"^{flags}: {what}"), unusable_sizes(settings):
+            allocate()
+
+
+def test_other_errors_of_a_start_stay_what_they_are() -> None:
+    for error in (RuntimeError("a size is wrong"), FileNotFoundError("x"), FailedPrecondition("no port")):
+        with pytest.raises(type(error)) as raised, unusable_sizes(EngineSettings(instance="d0")):
+            raise error
+        assert raised.value is error
