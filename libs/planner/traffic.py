@@ -89,15 +89,16 @@ def _entry(line: bytes, place: str) -> dict[str, Any]:
         raise InvalidArgument(_FLAG, f"{place}: not UTF-8") from error
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(_FLAG, f"{place}: not JSON") from error
-    numbers = ("timestamp", "input_length", "output_length")
-    if (
-        not isinstance(entry, dict)
-        or any(type(entry.get(key)) is not int or not 0 <= entry[key] < 2**53 for key in numbers)
-        or not isinstance(entry.get("hash_ids", []), list)
-        or not all(type(block) is int for block in entry.get("hash_ids", []))
-    ):
-        raise InvalidArgument(_FLAG, f"{place}: needs the whole numbers {', '.join(numbers)} and hash_ids")
-    return {"hash_ids": [], **entry}
+    if not isinstance(entry, dict):
+        raise InvalidArgument(_FLAG, f"{place}: is not an object")
+    for name in ("timestamp", "input_length", "output_length"):
+        if type(entry.get(name)) is not int or not 0 <= entry[name] < 2**53:
+            wrong = "is not" if name in entry else "is missing:"
+            raise InvalidArgument(_FLAG, f"{place}: {name} {wrong} a whole number from 0 to 2^53 - 1")
+    blocks = entry.setdefault("hash_ids", [])
+    if not isinstance(blocks, list) or any(type(block) is not int for block in blocks):
+        raise InvalidArgument(_FLAG, f"{place}: hash_ids is not a list of whole numbers")
+    return entry
 
 
 def _cached_tokens(blocks: list[int], seen: set[Any]) -> int:

@@ -37,7 +37,7 @@ def test_a_mark_of_utf8_and_blank_lines_are_no_requests(tmp_path: Path, text: st
     assert read_trace(trace) == Traffic(9.0, 0.0, 3.0, 0.0)
     trace.write_bytes(text.replace("{line}", "[]").encode())
     number = 1 + text[: text.index("{line}")].count("\n")
-    with pytest.raises(InvalidArgument, match=f"line {number}: needs"):
+    with pytest.raises(InvalidArgument, match=f"line {number}: is not an object"):
         read_trace(trace)
 
 
@@ -54,22 +54,24 @@ def test_a_trace_with_more_lines_than_its_bound_is_refused(
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "why"),
     [
-        "[]",
-        "{}",
-        '{"timestamp": 0, "input_length": -1, "output_length": 1}',
-        '{"timestamp": 0, "input_length": 1.5, "output_length": 1}',
-        '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": 3}',
-        '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [[]]}',
-        "[" * 100_000,
+        ("[]", "is not an object"),
+        ("{}", "timestamp is missing"),
+        ('{"timestamp": 0, "input_length": 1}', "output_length is missing: a whole number from 0"),
+        ('{"timestamp": 0, "input_length": -1, "output_length": 1}', "input_length is not a whole number"),
+        ('{"timestamp": 0, "input_length": 1.5, "output_length": 1}', "input_length is not a whole number"),
+        ('{"timestamp": 0, "input_length": 1, "output_length": true}', "output_length is not a whole number"),
+        ('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": 3}', "hash_ids is not a list"),
+        ('{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [[]]}', "hash_ids is not a"),
+        ("[" * 100_000, "not JSON"),
     ],
 )
-def test_bad_lines_are_refused_by_number(tmp_path: Path, line: str) -> None:
+def test_bad_lines_are_refused_by_number_and_field(tmp_path: Path, line: str, why: str) -> None:
     trace = tmp_path / "trace.jsonl"
     good = '{"timestamp": 0, "input_length": 1, "output_length": 1}\n'
     trace.write_text(f"{good}{line}\n")
-    with pytest.raises(InvalidArgument, match=r"--traffic.*line 2"):
+    with pytest.raises(InvalidArgument, match=f"--traffic.*line 2: {why}"):
         read_trace(trace)
 
 
