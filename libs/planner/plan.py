@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from libs.engine.parallel.split import MICRO_BATCH_ROWS
 from libs.planner.cards import GIB, Card
@@ -279,13 +279,26 @@ def _no_room(
     advice = f"; it fits {enough}" if enough else ""
     head = memory.draft_head_bytes
     beside = f"; the last stage also has {head / GIB:.2f} GiB of the draft head" if head else ""
+    steps = memory.decode_steps_bytes
+    graphs = f"{steps / GIB:.2f} GiB of decode steps, " if steps else ""
     size = card.visible_bytes / GIB
     return InvalidArgument(
-        "--gpus",
+        _option_at_fault(model, n_cards, memory),
         f"{model.name} does not fit {n_cards} x {card.name}: with {best.cut.name}, the best cut, the fullest "
-        f"card lacks {missing:.2f} GiB ({best.card_weights_bytes / GIB:.2f} GiB of weights and "
-        f"{memory.apart_bytes / GIB:.2f} GiB of overhead in {size:.2f} GiB{beside}){advice}",
+        f"card lacks {missing:.2f} GiB ({best.card_weights_bytes / GIB:.2f} GiB of weights, {graphs}"
+        f"{memory.overhead_bytes / GIB:.2f} GiB of overhead in {size:.2f} GiB{beside}){advice}",
     )
+
+
+def _option_at_fault(model: ModelShape, n_cards: int, memory: CardMemory) -> str:
+    """The option without whose memory a cut fits these cards; else that of the cards."""
+    usual = min(memory.overhead_bytes, CARD_OVERHEAD_BYTES)
+    without = {
+        "--decode-steps, --max-batch": replace(memory, decode_steps_bytes=0),
+        "--draft-model": replace(memory, draft_head_bytes=0),
+        "--overhead-gib": replace(memory, overhead_bytes=usual),
+    }
+    return next((option for option, less in without.items() if _fits(model, n_cards, less)), "--gpus")
 
 
 def _fits(model: ModelShape, n_cards: int, memory: CardMemory) -> bool:

@@ -195,6 +195,12 @@ def test_a_trace_sizes_the_fleet(tmp_path: Path) -> None:
     [
         (["--gpus", "8xtpu"], "--gpus"),
         (["--gpus", "1xh100"], "--gpus"),
+        (
+            ["--decode-steps", "graphs", "--max-batch", "65536"],
+            "^--decode-steps, --max-batch: .*decode steps",
+        ),
+        (["--overhead-gib", "70"], "^--overhead-gib: "),
+        (["--overhead-gib", "1000000", "--gpus", "1xh100"], "^--gpus: "),
         (["--gpus", "1000000xh100"], "--gpus: the number of cards must be 1 to 64, not 1000000"),
         (["--traffic", "/nonexistent"], "--traffic"),
         (["--model", "/nonexistent"], "--model"),
