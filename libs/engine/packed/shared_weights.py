@@ -114,7 +114,7 @@ def _new_file(source: PackedSource, stack: contextlib.ExitStack) -> NewPackedFil
     disk = os.statvfs(source.path.parent)
     free_bytes = disk.f_bavail * disk.f_frsize
     if source.expected_bytes > free_bytes * _FREE_SHARE:
-        raise OSError(f"it needs {source.expected_bytes / 1e9:.1f} GB of {free_bytes / 1e9:.1f} GB free")
+        raise OSError(f"it needs {source.expected_bytes / 1e6:,.1f} MB of {free_bytes / 1e6:,.1f} MB free")
     file = NewPackedFile(source.path, source.key(), source.make_packer, source.expected_bytes)
     stack.callback(file.close)
     return file

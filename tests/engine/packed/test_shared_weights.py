@@ -6,6 +6,7 @@ import faulthandler
 import fcntl
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -245,6 +246,16 @@ def test_without_room_for_a_file_the_weights_are_private(
     assert not packings and "not shared" in caplog.text
     if unusable_folder.is_dir():
         assert not [path for path in unusable_folder.iterdir() if path.suffix != ".lock"]
+
+
+def test_the_room_that_a_small_file_lacks_is_logged_in_a_unit_that_shows_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_weights, "_FREE_SHARE", 0.0)
+    with caplog.at_level(logging.WARNING):
+        load(model, tmp_path)
+    [needed] = re.findall(r"it needs ([\d.,]+) MB of [\d.,]+ MB free", caplog.text)
+    assert float(needed) > 0
 
 
 def test_a_process_waits_for_the_file_that_another_packs(
