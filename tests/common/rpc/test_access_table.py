@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 from grpc_health.v1 import health_pb2
@@ -11,9 +13,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 import slipstream.v1
 from libs.common.rpc.access_table import (
+    HTTP_ADMIN_CLASSES,
     HTTP_CLASSES,
-    HTTP_ROUTER_CLASSES,
-    HTTP_SERVICE_CLASSES,
     METHOD_CLASSES,
     RPC_CLASSES,
 )
@@ -23,25 +24,31 @@ from slipstream.rpc.caller_class import CallerClass
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"
 
 
-def markdown_tables() -> str:
-    """The tables as `docs/security.md` shows them."""
-    lines = ["| gRPC service | " + " | ".join(CallerClass) + " |", "| --- |" + " --- |" * len(CallerClass)]
+def rpcs(kind: CallerClass) -> str:
+    """The methods of a class by service; of a service of this class alone the name."""
+    cells = []
     for service, methods in RPC_CLASSES.items():
-        cells = [
-            ", ".join(f"`{method}`" for method, kind in methods.items() if kind is column)
-            for column in CallerClass
-        ]
-        lines.append(f"| `{service.rpartition('.')[2]}` | " + " | ".join(cells) + " |")
-    lines += ["", "| HTTP | class | routes |", "| --- | --- | --- |"]
-    ports = {
-        "router, public": HTTP_CLASSES,
-        "every service, admin": HTTP_SERVICE_CLASSES,
-        "router, admin": HTTP_ROUTER_CLASSES,
-    }
-    for port, routes in ports.items():
-        for column in CallerClass:
-            named = ", ".join(f"`{route}`" for route, kind in routes.items() if kind is column)
-            lines += [f"| {port} | {column} | {named} |"] if named else []
+        name, named = service.rpartition(".")[2], [f"`{m}`" for m, c in methods.items() if c is kind]
+        if len(named) == len(methods):
+            cells.append(f"`{name}`")
+        elif named:
+            cells.append(f"`{name}` ({', '.join(named)})")
+    return ", ".join(cells)
+
+
+def routes(table: Mapping[str, CallerClass], kind: CallerClass) -> str:
+    """The routes of a class on one port; of the class with most routes "all others"."""
+    if kind is Counter(table.values()).most_common(1)[0][0]:
+        return "all others"
+    return ", ".join(f"`{route}`" for route, c in table.items() if c is kind)
+
+
+def markdown_table() -> str:
+    """The table as `docs/security.md` shows it."""
+    lines = ["| Class | gRPC | `--http` of a router | `--admin-http` |", "| --- | --- | --- | --- |"]
+    for kind in CallerClass:
+        cells = (kind.value, rpcs(kind), routes(HTTP_CLASSES, kind), routes(HTTP_ADMIN_CLASSES, kind))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -67,4 +74,4 @@ def test_every_method_of_the_contract_has_a_class() -> None:
 
 
 def test_the_page_shows_the_table() -> None:
-    assert markdown_tables() in PAGE.read_text(encoding="utf-8")
+    assert markdown_table() in PAGE.read_text(encoding="utf-8")
