@@ -12,7 +12,7 @@ from slipstream.cli.app import build_app
 from tests.monitoring.rules import MONITORING, ROOT, alerts, load_yaml, unknown_names
 
 PAGE = (ROOT / "docs" / "runbooks.md").read_text()
-PARTS = ("Means", "Users", "Look", "Do", "Cause")
+PARTS = ["Users", "Look", "Do"]
 
 
 def sections() -> dict[str, str]:
@@ -44,7 +44,8 @@ def test_each_alert_has_a_section_and_links_to_it() -> None:
 @pytest.mark.parametrize("name", sections())
 def test_a_section_has_every_part_and_a_command(name: str) -> None:
     text = sections()[name]
-    assert re.findall(r"^\*\*(\w+)\.\*\* \S", text, flags=re.MULTILINE) == list(PARTS)
+    found = re.findall(r"^\*\*(\w+)\.\*\* \S", text, flags=re.MULTILINE)
+    assert found in (PARTS, [*PARTS, "Cause"])
     looks, _ = text.split("\n**Do.**")
     (commands,) = re.findall(r"```\n(.+?)```", looks, flags=re.DOTALL)
     assert all(line.startswith(("slipstream ", "kubectl ")) for line in commands.splitlines())
