@@ -30,7 +30,7 @@ MAX_FOLDER_MODULES = 16
 MAX_DECISION_WORDS = 300
 MAX_WORDS = {
     "README.md": 800,
-    "docs/performance.md": 3000,
+    "docs/performance.md": 2600,
     "CHANGELOG.md": 1500,
     "ARCHITECTURE.md": 3000,
     "docs/security.md": 2500,
