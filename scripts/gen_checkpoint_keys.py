@@ -1,4 +1,4 @@
-"""Write the lists of known keys into docs/checkpoints.md.
+"""Write the keys with fixed values into docs/checkpoints.md.
 
 python scripts/gen_checkpoint_keys.py
 """
@@ -53,7 +53,7 @@ def render(page: str) -> str:
     for title, table in _SECTIONS:
         shared = [of for of, known in ((models, _MODELS), (heads, _EAGLE_HEADS)) if table in known]
         tables.append((title, functools.reduce(_without, shared, table)))
-    return prose + _MARK + "".join(_section(title, table) for title, table in tables)
+    return prose + _MARK + "".join(_section(title, table) for title, table in tables if table.fixed)
 
 
 def _shared(tables: Sequence[KeyTable]) -> KeyTable:
@@ -83,9 +83,7 @@ def _without(table: KeyTable, shared: KeyTable) -> KeyTable:
 
 def _section(title: str, table: KeyTable) -> str:
     fixed = [f"{key}: {_values(supported)}" for key, (supported, _) in sorted(table.fixed.items())]
-    lists = (("Used", sorted(table.used)), ("Must be", fixed), ("No effect", sorted(table.without_effect)))
-    lines = [f"- {name}: {', '.join(f'`{key}`' for key in keys)}\n" for name, keys in lists if keys]
-    return f"\n### {title}\n\n" + "".join(lines)
+    return f"\n### {title}\n\n{', '.join(f'`{key}`' for key in fixed)}\n"
 
 
 def _values(supported: Sequence[Any]) -> str:

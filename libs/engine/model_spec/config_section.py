@@ -39,7 +39,7 @@ class KeyTable:
                 raise InvalidArgument(
                     f"{path}{key}",
                     f"unknown key with the value {_shown(value)}, which may change the model's answers; "
-                    "supported are the keys listed in docs/checkpoints.md",
+                    "libs/engine/model_spec/known_keys.py lists the known keys",
                 )
             supported, reason = self.fixed[key]
             if value not in supported:

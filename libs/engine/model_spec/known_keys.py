@@ -1,4 +1,4 @@
-"""The known keys of config.json by section. docs/checkpoints.md prints these tables.
+"""The known keys of config.json by section. docs/checkpoints.md prints those with fixed values.
 
 The keys are those of the releases (DeepSeek-V3 and R1, Moonlight, Kimi-K2, Kimi-K2.5) and those that
 transformers and compressed-tensors write.
