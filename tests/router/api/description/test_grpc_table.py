@@ -11,16 +11,22 @@ from slipstream.rpc.caller_class import CallerClass
 from tests.common.rpc.test_access_table import contract
 
 _PAGE = Path(__file__).parents[4] / "docs" / "api.md"
-_ROW = re.compile(r"^\| `((?:GET|POST|DELETE) \S+)` \| (.+) \|$", re.MULTILINE)
+_ROW = re.compile(r"^\| (`(?:(?:GET|POST|DELETE) )?/.+`) \| (.+) \|$", re.MULTILINE)
+_REST = "/client/v4/..."
 _METHOD = re.compile(r"`(\w+Service)\.(\w+)`")
 
 
 def rows() -> dict[str, str]:
-    """The cell of gRPC of each operation."""
+    """The cell of gRPC of each operation; a row may name several, or the beginning of all others."""
     _, _, section = _PAGE.read_text(encoding="utf-8").partition("## The same over gRPC\n")
-    found = _ROW.findall(section.partition("\n## ")[0])
+    cells = _ROW.findall(section.partition("\n## ")[0])
+    found = [(operation, cell) for names, cell in cells for operation in re.findall("`(.+?)`", names)]
     assert len(found) == len(dict(found))
-    return dict(found)
+    named = dict(found)
+    rest = named.pop(_REST)
+    paths = {route for route in HTTP_CLASSES if route.split(" ")[1].startswith(_REST.rstrip("."))}
+    assert paths
+    return {**named, **dict.fromkeys(paths, rest)}
 
 
 def test_each_operation_of_a_tenant_has_a_row() -> None:
