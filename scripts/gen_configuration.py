@@ -32,11 +32,9 @@ the TOML file that `--config` (or SLIPSTREAM_CONFIG) names:
 | `--http-tls`, `--no-http-tls` | `SLIPSTREAM_HTTP_TLS=true` | `http_tls = true` |
 | `--disk /a --disk /b` | `SLIPSTREAM_DISK=/a,/b` | `disk = ["/a", "/b"]` |
 
-A flag overrides the environment, the environment the file, the file the default. An empty flag takes a value
-away (`--etcd-ca ''`); an overridden path need not exist. Secrets are in files, and settings have their paths.
-
-The lists show each flag with its default, or with the kind of its value. An address is HOST:PORT, and HOST
-may be a name. Port 0 is any free one to listen on, and the listening port in an address that others dial.
+A flag overrides the environment, the environment the file. An empty flag takes a value away (`--etcd-ca ''`).
+The lists show each flag with its default, or with the kind of its value. Port 0 is any free one to listen on,
+and the listening port in an address that others dial.
 
 ## The file of a cluster
 
@@ -49,23 +47,18 @@ may be a name. Port 0 is any free one to listen on, and the listening port in an
 | `[router]`, `[prefill]`, `[decode]`, `[kvstore]`, `[drafter]` | that service's settings, before `[common]` |
 | `[up]` | numbers of processes and the like, for `slipstream up` only |
 
-- A directory stands for its files `*.toml` in the order of their names; a later one overrides single keys. A
-  relative path begins at the directory of the process.
-- An unknown section or key is refused by name. A service checks [common] and its own section; `slipstream
-  config check FILE` checks all.
-- `slipstream config show FILE --tier decode` prints the values that a service would run with and their
-  sources.
+- A directory stands for its files `*.toml` in the order of their names; a later one overrides single keys.
+- An unknown section or key is refused by name. `slipstream config check FILE` checks all sections.
+- `slipstream config show FILE --tier decode` prints the values that a service would run with.
 
 `slipstream up` takes any such file, also `deploy/k8s/base/config`:
 
-- Its flags override the file. It passes no variables on.
+- It passes no environment variables on.
 - It chooses each process's name, addresses, directories and secret (`RUN_DIR/cluster.secret`). Only `http`
   and `listen` of [router] count, for the first router. It refuses `advertise`, `admin_advertise`,
   `admin_http_advertise`, `kv_advertise`, `kv_listen` and `disk`.
-- It starts an etcd, unless `--etcd` or `etcd` of [up] names one, with `etcd_*` of [common]. `etcd` of other
-  sections does not count.
+- It starts an etcd, unless `--etcd` or `etcd` of [up] names one, with `etcd_*` of [common].
 - `--model` also removes the file's `draft_model`, unless `--draft-model` names a head.
-- Another path that this machine lacks is refused with the flag that names one.
 """
 _TYPES = {bool: "on", int: "N", float: "X", str: "TEXT", Path: "PATH"}
 _SECTIONS: tuple[tuple[str, type[Any]], ...] = (
