@@ -18,23 +18,20 @@ _HEAD = """# Metrics
 
 Made from the metric table by `python scripts/gen_metrics.py`; do not edit.
 
-Every process serves its series with `GET /metrics` of its admin port (`--admin-http`), as Prometheus'
-text or OpenMetrics, as the Accept header asks. Its log and `slipstream status --json` name the port. Off
-loopback it needs an operator or the scrape token (`docs/security.md`).
+Every process serves its series with `GET /metrics` of its admin port (`--admin-http`), as Prometheus' text or
+OpenMetrics. Its log and `slipstream status --json` name the port. Off loopback it needs an operator or the
+scrape token (`docs/security.md`).
 
-- Times are seconds, sizes bytes, shares 0 to 1. Names on `_total` are counters, exact up to 2^53; the others
-  are gauges, unless the row says histogram. Braces hold labels. Prometheus adds `instance` and `job`.
-- Counters and histograms without labels are there from the start, at 0. So are the series of usual finish
-  reasons, of the ends of jobs, and of deliveries of webhooks.
+- Times are seconds, sizes bytes, shares 0 to 1. Names on `_total` are counters; the others are gauges, unless
+  the row says histogram. Braces hold labels. Counters and histograms without labels begin at 0.
 - `process_*` are those of Prometheus' client libraries: CPU, memory, descriptors, start time.
-- With traces on (`docs/tracing.md`), buckets of the request's times, `prefill_seconds` and
-  `handoff_transfer_seconds` have exemplars: the last span's `trace_id` and `span_id`.
+- With traces on (`docs/tracing.md`), histograms of a request's times have exemplars.
 """
 _ALIASES = """## Names of vLLM
 
-The same values under the names that vLLM's dashboards and the inference gateway's endpoint pickers read, with
-the label `model_name`. A router has all but those of drafts (`spec_decode`), which decode workers have.
-Prefill and decode workers have those of requests and pages too. Do not add a router's values to its workers'.
+The same values under vLLM's names, with the label `model_name`. A router has all but those of drafts
+(`spec_decode`), which decode workers have. Prefill and decode workers have those of requests and pages too. Do
+not add a router's values to its workers'.
 
 """
 
