@@ -30,8 +30,8 @@ scrape token (`docs/security.md`).
 _ALIASES = """## Names of vLLM
 
 The same values under vLLM's names, with the label `model_name`. A router has all but those of drafts
-(`spec_decode`), which decode workers have. Prefill and decode workers have those of requests and pages too. Do
-not add a router's values to its workers'.
+(`spec_decode`), which decode workers have. Prefill and decode workers have those of requests and pages too.
+Do not add a router's values to its workers'.
 
 """
 
