@@ -42,6 +42,7 @@ _CONNECT_S = 1.0
 
 # The endpoint of a drafter with this worker's fingerprint; None without one.
 FindDrafter = Callable[[], Awaitable[str | None]]
+DraftCall = grpc.aio.StreamStreamCall[drafter_pb2.DraftRequest, drafter_pb2.DraftResponse]
 
 
 class Speculation(Protocol):
@@ -241,23 +242,27 @@ class RemoteSpeculation:
             with self._changed:
                 self._state.connect()
             log.info("drafts come from %s", endpoint)
+            reader = asyncio.create_task(self._read(call), name="speculation reader")
             writer = asyncio.create_task(self._write(call), name="speculation writer")
             try:
-                async for response in call:
-                    self._receive(response)
+                await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+                await (writer if writer.done() and not call.done() else reader)  # its error says why it ended
             finally:
                 with self._changed:
                     self._state.disconnect()
                     self._changed.notify_all()
                 call.cancel()
+                reader.cancel()
                 writer.cancel()
-                await asyncio.gather(writer, return_exceptions=True)
+                await asyncio.gather(reader, writer, return_exceptions=True)
                 if self.exports is not None:
                     self.exports.close()
 
-    async def _write(
-        self, call: grpc.aio.StreamStreamCall[drafter_pb2.DraftRequest, drafter_pb2.DraftResponse]
-    ) -> None:
+    async def _read(self, call: DraftCall) -> None:
+        async for response in call:
+            self._receive(response)
+
+    async def _write(self, call: DraftCall) -> None:
         while True:
             self._to_send.clear()
             with self._changed:

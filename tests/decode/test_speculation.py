@@ -8,8 +8,10 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
+import pytest
 
 from libs.engine.core.fake import expected_tokens
 from libs.engine.core.fake_head import FakeHead
@@ -18,6 +20,7 @@ from libs.engine.step.types import SamplingParams
 from services.decode.draft_gate import DraftGate
 from services.decode.draft_state import DraftLimits
 from services.decode.speculation import RemoteSpeculation
+from slipstream.errors import Internal
 from slipstream.v1 import common_pb2, decode_pb2
 from tests.drafter.nodes import running_drafter
 from tests.worker.nodes import (
@@ -141,6 +144,29 @@ def test_rows_wait_as_long_as_drafts_do_not_pay() -> None:
         speculation.open("s", rows)
         assert not speculation.drafts()
         assert speculation._state.has_message is is_sent
+
+
+async def test_a_message_that_cannot_be_made_ends_the_stream_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The drafter, which has not ended it, gets another one."""
+    rows = ContextRows("s", 0, np.ones(2, np.uint32), np.ones((2, 4), np.float32))
+
+    def fail(*_: object) -> NoReturn:
+        raise Internal("rows of another width")
+
+    async with running_drafter(FakeHead(guess=guess)) as drafter:
+        speculation = speculation_with(drafter.host.endpoint, gate=DraftGate(is_forced=True))
+        speculation.start()
+        await eventually(lambda: speculation.connected)
+        with monkeypatch.context() as patch:
+            patch.setattr("services.decode.speculation.as_request", fail)
+            speculation.open("s", rows)
+            speculation.drafts()
+            await eventually(lambda: "rows of another width" in caplog.text)
+            assert "speculation failed" in caplog.text and not speculation.connected
+        await eventually(lambda: speculation.connected)
+        await speculation.close()
 
 
 async def test_many_sequences_share_one_request() -> None:
