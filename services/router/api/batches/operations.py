@@ -18,6 +18,7 @@ from services.router.api.batches.records import (
     is_id,
 )
 from services.router.api.batches.upload import ReadContent, UploadSlots
+from services.router.api.http.piece_stream import PIECE_BYTES
 from services.router.request.types import Caller
 from slipstream import errors
 
@@ -67,10 +68,11 @@ class BatchOperations:
         )
 
     async def content(self, file: StoredFile, check_key: Callable[[], object]) -> AsyncIterator[bytes]:
-        """The chunks of a file, each where `check_key` raises nothing. Raises NotFound for a deleted one."""
+        """A file in pieces, each where `check_key` raises nothing. Raises NotFound for a deleted one."""
         async for chunk in self.files.chunks(file):
-            check_key()
-            yield chunk
+            for begin in range(0, len(chunk), PIECE_BYTES):
+                check_key()
+                yield chunk[begin : begin + PIECE_BYTES]
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
         """Delete a file. Raises NotFound, and FailedPrecondition while a batch reads it."""

@@ -13,13 +13,14 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from libs.common import batch_bounds
 from libs.database.database import open_database
 from services.router.api.api_keys import ApiKeys
 from services.router.api.batches import endpoint, upload
 from services.router.api.batches.file_store import FileStore
-from services.router.api.batches.records import StoredFile, TokenTotals
+from services.router.api.batches.records import TokenTotals
 from services.router.api.batches.results import result_lines
 from services.router.jobs.types import JobResult, JobState
 from services.router.request.model_card import ModelCard
@@ -347,14 +348,14 @@ async def test_an_upload_ends_with_its_key(
 
 
 async def test_a_download_ends_with_its_key(tenants: Tenants, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, all_chunks = await tenants.upload(b"x" * (3 << 20)), FileStore.chunks
+    """Also amid a chunk, of which a slow client takes a piece at a time."""
+    file, write_piece = await tenants.upload(b"x" * batch_bounds.FILE_CHUNK_BYTES), web.StreamResponse.write
 
-    async def chunks(files: FileStore, file: StoredFile) -> AsyncIterator[bytes]:
-        async for chunk in all_chunks(files, file):
-            yield chunk
-            tenants.router._options.keys.replace([])
+    async def write(response: web.StreamResponse, piece: bytes) -> None:
+        await write_piece(response, piece)
+        tenants.router._options.keys.replace([])
 
-    monkeypatch.setattr(FileStore, "chunks", chunks)
+    monkeypatch.setattr(web.StreamResponse, "write", write)
     with pytest.raises(aiohttp.ClientPayloadError):
         await tenants.ask("GET", f"/v1/files/{file['id']}/content")
 

@@ -99,11 +99,9 @@ class BatchService:
         # A chunk is in memory, and a piece of it four times: as such, in the message, encoded, and at gRPC.
         n_bytes = min(file.n_bytes, batch_bounds.FILE_CHUNK_BYTES) + 4 * min(file.n_bytes, PIECE_BYTES)
         with self._delivery.sending(file.tenant, n_bytes):
-            async for chunk in self._operations.content(file, partial(self._callers.check_key, context)):
-                for begin in range(0, len(chunk), PIECE_BYTES):
-                    piece = batches_pb2.DownloadFileResponse(content=chunk[begin : begin + PIECE_BYTES])
-                    with resetting_after(self.write_stall_s), ending_with_call():
-                        await context.write(piece)
+            async for piece in self._operations.content(file, partial(self._callers.check_key, context)):
+                with resetting_after(self.write_stall_s), ending_with_call():
+                    await context.write(batches_pb2.DownloadFileResponse(content=piece))
 
     # ---- batches
 
