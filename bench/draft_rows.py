@@ -42,13 +42,12 @@ from libs.common.transport.open import open_transport
 from libs.engine.core.fake_head import FakeHead
 from libs.engine.step.draft_head import ContextRows
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS
-from libs.worker.engine.feature_memory import FeatureMemory
+from libs.worker.engine.feature_memory import FeatureMemory, FeatureReader
 from libs.worker.requests.messages import FEATURE_BYTES, Features, bfloat16_features
 from services.decode.draft_exports import DraftExports
 from services.decode.draft_state import DraftMessage
 from services.decode.speculation import as_request
 from services.drafter.batcher import Batcher
-from services.drafter.row_reader import RowReader
 from services.drafter.service import DrafterService
 from slipstream.rpc.dial import dial
 from slipstream.v1 import drafter_pb2_grpc
@@ -76,7 +75,7 @@ def run_drafter(pipe: Connection, kind: str, width: int) -> None:
         head = FakeHead(feature_width=width)
         batcher = Batcher(lambda: head)
         await batcher.start()
-        reader = RowReader(
+        reader = FeatureReader(
             transport,
             feature_memory(transport, width, exports=False),
             LoopbackAddresses(),

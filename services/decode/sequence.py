@@ -32,7 +32,7 @@ from services.decode.handoff import HandoffPull
 from services.decode.plan import DecodePlan
 from services.decode.speculation import Speculation
 from slipstream.enum_names import FINISH_REASONS
-from slipstream.errors import Aborted, DataCorrupt, Internal, SlipstreamError, TransferError
+from slipstream.errors import Aborted, Internal, SlipstreamError
 from slipstream.rpc.rpc_errors import to_failure
 from slipstream.v1 import common_pb2, decode_pb2, prefill_pb2
 
@@ -232,7 +232,11 @@ class DecodeSequence(SequenceTask):
         if self._speculation is None:
             return
         spec, stated = self.plan.spec, complete.draft_features
-        packed = await self._read_features(session_id, stated) if stated.rows else None
+        packed: bytes | None = None
+        if stated.rows:
+            exported = ExportedFeatures(stated.address, stated.checksum)
+            n_bytes = stated.rows * stated.width * FEATURE_BYTES
+            packed = await self._core.feature_reader.read(session_id, exported, n_bytes)
         rows: ContextRows[Features] | None = None
         if packed is not None:
             features = parse_bfloat16(packed, stated.width, "draft_features")
@@ -244,22 +248,6 @@ class DecodeSequence(SequenceTask):
             else:
                 log.warning("%s: draft features do not fit their prompt", self.plan.key)
         self._speculation.open(spec.seq_id, rows)
-
-    async def _read_features(self, session_id: str, stated: prefill_pb2.DraftFeatures) -> bytes | None:
-        """The prompt's features; None if they cannot be had, which costs drafts only."""
-        n_bytes = stated.rows * stated.width * FEATURE_BYTES
-        exported = ExportedFeatures(stated.address, stated.checksum)
-        try:
-            packed = await self._core.features.read(session_id, exported, n_bytes)
-        except DataCorrupt as error:
-            self._core.counters.add("slipstream_kv_checksum_failures_total")
-            log.warning("%s begins without draft features: %s", self.plan.key, error.message)
-            return None
-        except TransferError as error:
-            log.warning("%s begins without draft features: %s", self.plan.key, error.message)
-            return None
-        self._core.counters.add("slipstream_feature_bytes_pulled_total", n_bytes if packed else 0)
-        return packed
 
     async def _start_from_prompt(self, reservation: PageReservation) -> None:
         """Restore the cached prefix and compute the rest here."""

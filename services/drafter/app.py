@@ -15,14 +15,13 @@ from libs.common.transport.open import open_transport
 from libs.engine.core.fake_head import FakeHead
 from libs.engine.step.draft_head import DraftHead
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS
-from libs.worker.engine.feature_memory import FeatureMemory
+from libs.worker.engine.feature_memory import FeatureMemory, FeatureReader
 from libs.worker.process.app import WorkerApp
 from libs.worker.process.identity import head_fingerprint
 from libs.worker.process.model_unusable import unusable_models
 from libs.worker.process.settings import WorkerSettings, require_models
 from libs.worker.requests.messages import FEATURE_BYTES
 from services.drafter.batcher import Batcher
-from services.drafter.row_reader import RowReader
 from services.drafter.service import DrafterService
 from slipstream.errors import FailedPrecondition, TransferError
 from slipstream.rpc.hosts import host_of
@@ -68,7 +67,9 @@ class DrafterApp(WorkerApp):
             reader=await self._open_reader(endpoint, discovery, head.feature_width),
         )
 
-    async def _open_reader(self, endpoint: str, discovery: Discovery, feature_width: int) -> RowReader | None:
+    async def _open_reader(
+        self, endpoint: str, discovery: Discovery, feature_width: int
+    ) -> FeatureReader | None:
         """What reads features that decode workers export. Where no transport opens they travel in messages,
         which costs speed only."""
         options, transport = self.options, None
@@ -94,7 +95,7 @@ class DrafterApp(WorkerApp):
         self._stack.push_async_callback(transport.close)
         self.transport_kind = transport.kind
         addresses = await open_address_book(discovery, self._stack)
-        return RowReader(transport, memory, addresses, self.counters)
+        return FeatureReader(transport, memory, addresses, self.counters)
 
     def register(self, server: grpc.aio.Server, load_changed: Callable[[], None]) -> None:
         assert self._service is not None

@@ -20,12 +20,12 @@ from libs.common.telemetry.counters import Counters
 from libs.common.telemetry.recent_rate import RecentRate
 from libs.engine.step.draft_head import ContextRows, HeadRows
 from libs.engine.step.types import FloatArray
-from libs.worker.engine.feature_memory import ExportedFeatures
+from libs.worker.engine.feature_memory import ExportedFeatures, FeatureReader
 from libs.worker.requests.messages import FEATURE_BYTES, parse_features
 from libs.worker.requests.request_spec import pack_tokens, parse_tokens
 from services.drafter.batcher import Batcher, DraftWork, Proposal
 from services.drafter.draft_spans import DraftSpans
-from services.drafter.row_reader import RowReader, SequenceOrder
+from services.drafter.sequence_order import SequenceOrder
 from slipstream.enum_names import TRANSPORTS
 from slipstream.errors import Draining, InvalidArgument
 from slipstream.v1 import drafter_pb2, drafter_pb2_grpc, worker_pb2
@@ -74,7 +74,7 @@ class DraftStream(ServerStream[None, Sequence[Proposal] | None]):
         counters: Counters,
         *,
         feature_width: int,
-        reader: RowReader | None = None,
+        reader: FeatureReader | None = None,
     ) -> None:
         super().__init__()
         self._reader = reader
@@ -190,7 +190,10 @@ class DraftStream(ServerStream[None, Sequence[Proposal] | None]):
             return None
         n_bytes = len(extend.tokens) * self._feature_width * FEATURE_BYTES
         packed = await self._reader.read(extend.session_id, exported, n_bytes)
-        return None if packed is None else parse_features(packed, self._feature_width, "exported")
+        if packed is None:
+            self._counters.add("slipstream_draft_rows_unread_total")
+            return None
+        return parse_features(packed, self._feature_width, "exported")
 
     async def _close(self, seq_id: str) -> None:
         self.seq_ids.discard(seq_id)
@@ -241,7 +244,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         *,
         feature_width: int,
         counters: Counters | None = None,
-        reader: RowReader | None = None,
+        reader: FeatureReader | None = None,
     ) -> None:
         """`reader`: of rows that decode workers export; without it those are never read."""
         self._batcher = batcher

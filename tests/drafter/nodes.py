@@ -14,10 +14,9 @@ from libs.common.telemetry.counters import Counters
 from libs.common.transport.base import KvTransport
 from libs.engine.step.draft_head import DraftHead
 from libs.engine.step.types import FEATURE_WINDOW_TOKENS
-from libs.worker.engine.feature_memory import FeatureMemory
+from libs.worker.engine.feature_memory import FeatureMemory, FeatureReader
 from libs.worker.requests.messages import FEATURE_BYTES
 from services.drafter.batcher import Batcher
-from services.drafter.row_reader import RowReader
 from services.drafter.service import DrafterService
 from slipstream.rpc.dial import dial
 from slipstream.v1 import drafter_pb2_grpc
@@ -48,7 +47,7 @@ async def running_drafter(
     if transport is not None:
         slot_bytes = FEATURE_WINDOW_TOKENS * FEATURE_BYTES * head.feature_width
         memory = FeatureMemory(transport, slot_bytes=slot_bytes, checksum=CHECKSUM, exports=False)
-        reader = RowReader(transport, memory, LoopbackAddresses(), counters)
+        reader = FeatureReader(transport, memory, LoopbackAddresses(), counters)
     service = DrafterService(batcher, feature_width=head.feature_width, counters=counters, reader=reader)
     host = ServiceHost(listen)
     drafter_pb2_grpc.add_DrafterServiceServicer_to_server(service, host.server)

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import heapq
+import logging
 from dataclasses import dataclass
 
 from libs.common.checksum import UNKEYED, KvChecksum
+from libs.common.cluster.address_book import AddressBook
+from libs.common.telemetry.counters import Counters
 from libs.common.transport.base import KvTransport, ReadOp
 from libs.common.transport.registered_memory import PageAlignedMemory
 from libs.common.worker_bounds import MAX_PROMPT_FEATURES
-from slipstream.errors import DataCorrupt, TransferError
+from slipstream.errors import DataCorrupt, SlipstreamError, TransferError
+
+log = logging.getLogger(__name__)
 
 READ_TIMEOUT_S = 2.0
 
@@ -111,6 +116,32 @@ class FeatureMemory:
             if address not in late:
                 heapq.heappush(self._free, address)
         self._late = late
+
+
+class FeatureReader:
+    """Reads of one worker, which goes on without features where they fail. Event loop only."""
+
+    def __init__(
+        self, transport: KvTransport, memory: FeatureMemory, addresses: AddressBook, counters: Counters
+    ) -> None:
+        self.transport = transport
+        self._memory = memory
+        self._addresses = addresses
+        self._counters = counters
+
+    async def read(self, session_id: str, exported: ExportedFeatures, n_bytes: int) -> bytes | None:
+        """The verified bytes; None if they cannot be had, which costs drafts only."""
+        try:
+            await self._addresses.check_session(session_id)
+            packed = await self._memory.read(session_id, exported, n_bytes)
+        except SlipstreamError as error:
+            if isinstance(error, DataCorrupt):
+                self._counters.add("slipstream_kv_checksum_failures_total")
+            log.warning("draft features are not read: %s", error.message)
+            return None
+        if packed is not None:
+            self._counters.add("slipstream_feature_bytes_pulled_total", n_bytes)
+        return packed
 
 
 def _is_destination(transport: KvTransport, memory: PageAlignedMemory) -> bool:

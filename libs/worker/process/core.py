@@ -37,7 +37,7 @@ from libs.engine.step.types import (
     StepOutput,
 )
 from libs.worker.engine.engine_thread import DraftSource, EngineThread, Step
-from libs.worker.engine.feature_memory import FeatureMemory
+from libs.worker.engine.feature_memory import FeatureMemory, FeatureReader
 from libs.worker.engine.page_exporter import STAGED, PageExporter
 from libs.worker.engine.page_memory import PageMemory
 from libs.worker.engine.page_queue import PageQueue
@@ -132,6 +132,9 @@ class WorkerCore:
             self.transport,
             slot_bytes=FEATURE_WINDOW_TOKENS * FEATURE_BYTES * self.info.feature_width,
             checksum=self._checksum,
+        )
+        self.feature_reader = FeatureReader(
+            self.transport, self.features, self.peers.addresses, self.counters
         )
         self.grammars = SequenceGrammars(self._model_dir, vocab_size=self.info.vocab_size)
         await self.grammars.warm_up()

@@ -1,4 +1,4 @@
-"""Rows that decode workers exported, read by the KV transport, and the order of what waits for them."""
+"""The order of what waits for reads of exported rows."""
 
 from __future__ import annotations
 
@@ -6,41 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from libs.common.cluster.address_book import AddressBook
-from libs.common.telemetry.counters import Counters
-from libs.common.transport.base import KvTransport
-from libs.worker.engine.feature_memory import ExportedFeatures, FeatureMemory
-from slipstream.errors import DataCorrupt, SlipstreamError
-
 log = logging.getLogger(__name__)
-
-
-class RowReader:
-    """Reads of one drafter, for all its streams. Event loop only."""
-
-    def __init__(
-        self, transport: KvTransport, memory: FeatureMemory, addresses: AddressBook, counters: Counters
-    ) -> None:
-        self.transport = transport
-        self._memory = memory
-        self._addresses = addresses
-        self._counters = counters
-
-    async def read(self, session_id: str, exported: ExportedFeatures, n_bytes: int) -> bytes | None:
-        """The verified bytes; None if they cannot be had, which costs drafts only."""
-        try:
-            await self._addresses.check_session(session_id)
-            packed = await self._memory.read(session_id, exported, n_bytes)
-        except SlipstreamError as error:
-            if isinstance(error, DataCorrupt):
-                self._counters.add("slipstream_kv_checksum_failures_total")
-            log.warning("draft features are not read: %s", error.message)
-            packed = None
-        if packed is None:
-            self._counters.add("slipstream_draft_rows_unread_total")
-        else:
-            self._counters.add("slipstream_feature_bytes_pulled_total", n_bytes)
-        return packed
 
 
 class SequenceOrder:
