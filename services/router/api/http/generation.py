@@ -103,6 +103,7 @@ class GenerationEndpoint:
         caller = self._reader.caller(request, path)
         data = await self._reader.body(request, caller.tenant)
         arrived_s = self._clock()
+        choices: ChoiceRuns | None = None
         try:
             read = await read_exchange(
                 self._manager,
@@ -116,10 +117,14 @@ class GenerationEndpoint:
             record.request_id = read.context.request_id
             exchange = _HttpExchange(request, read)
             if len(read.requests) > 1:
-                return await self._answer_choices(exchange)
-            run = await self._manager.begin(read.requests[0], read.caller, n_bytes=read.n_bytes)
+                choices = self._choices(exchange)
+                await choices.start()
+            else:
+                run = await self._manager.begin(read.requests[0], read.caller, n_bytes=read.n_bytes)
         except errors.Overloaded as error:
             return await self._refuse(request, answer_format, error, arrived_s)
+        if choices is not None:
+            return await self._answer_choices(exchange, choices)
         record.answer = run.sink
         run.timeline.is_streamed = read.options.stream
         try:
@@ -185,7 +190,7 @@ class GenerationEndpoint:
         await stream.fail(exchange.exchange.format.error_events(failure, stream.answer))
         return stream.response
 
-    async def _answer_choices(self, exchange: _HttpExchange) -> web.StreamResponse:
+    def _choices(self, exchange: _HttpExchange) -> ChoiceRuns:
         read = exchange.exchange
         choices = ChoiceRuns(
             self._manager,
@@ -196,8 +201,11 @@ class GenerationEndpoint:
             is_streamed=read.options.stream,
         )
         exchange.request[RECORD].answer = choices
+        return choices
+
+    async def _answer_choices(self, exchange: _HttpExchange, choices: ChoiceRuns) -> web.StreamResponse:
+        read = exchange.exchange
         try:
-            await choices.start()
             if read.options.stream:
                 return await self._stream_choices(exchange, choices)
             body = await whole_of_choices(self._manager, read, choices)

@@ -88,6 +88,7 @@ class GenerateMethod:
         metadata = metadata_of(context)
         caller = self._callers.caller(metadata, context, endpoint="Generate")
         record.tenant, record.key_name = caller.tenant, self._callers.key_name_of(caller)
+        choices: ChoiceRuns | None = None
         try:
             # An invalid id of the metadata is refused by name, not replaced.
             given = metadata.get(REQUEST_ID) or record.request_id
@@ -95,9 +96,9 @@ class GenerateMethod:
             self._note_id(call.requests[0].request_id, record, context)
             if len(call.requests) > 1:
                 choices = ChoiceRuns(self._manager, call.requests, caller, n_bytes=n_bytes, wants_stats=True)
-                record.answer = choices
-                return await self._answer_choices(call, choices, caller, record.request_id, context)
-            run = await self._manager.begin(call.requests[0], caller, n_bytes=n_bytes)
+                await choices.start()
+            else:
+                run = await self._manager.begin(call.requests[0], caller, n_bytes=n_bytes)
         except errors.SlipstreamError as refusal:
             self._note_limits(caller, record, context)
             if not isinstance(refusal, errors.Overloaded):
@@ -106,6 +107,9 @@ class GenerateMethod:
             note_failure(record, refusal)
             tracing.failed(refusal)
         else:
+            if choices is not None:
+                record.answer = choices
+                return await self._answer_choices(call, choices, caller, context)
             record.request_id, record.answer = run.request_id, run.sink
             wants_placement = metadata.get(DEBUG_HEADER) == "1"
             return await self._answer_run(call, run, caller, keeper, context, wants_placement=wants_placement)
@@ -130,10 +134,9 @@ class GenerateMethod:
             context.set_trailing_metadata(trailing_id(request_id))
 
     def _note_limits(self, caller: Caller, record: AccessRecord, context: Context) -> None:
-        """State a refused request's id and limits; the answer of several choices has stated more."""
-        if record.answer is None:
-            limits = self._limits(caller)
-            context.set_trailing_metadata((*trailing_id(record.request_id), *limits.items()))
+        """State a refused request's id and limits."""
+        limits = self._limits(caller)
+        context.set_trailing_metadata((*trailing_id(record.request_id), *limits.items()))
 
     async def _answer_run(
         self,
@@ -159,14 +162,12 @@ class GenerateMethod:
             run.end()
 
     async def _answer_choices(
-        self, call: ParsedCall, choices: ChoiceRuns, caller: Caller, request_id: str, context: Context
+        self, call: ParsedCall, choices: ChoiceRuns, caller: Caller, context: Context
     ) -> bytes:
         """Write the events of all answers, each with the index of its answer. Returns the last response."""
-        answer = CallAnswer(call)
+        answer, request_id = CallAnswer(call), choices.first.request_id
         watch = WriteWatch(context, choices, stall_s=self.write_stall_s, reset_s=self.reset_s)
         try:
-            await choices.start()
-            request_id = choices.first.request_id
             answer.prompt = await self._prompt_text(call, caller)
             with ending_with_call():
                 await context.send_initial_metadata(answer.metadata(request_id, self._limits(caller)))

@@ -8,12 +8,15 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import grpc
 import pytest
 
+from libs.common.telemetry.counters import Counters
 from services.router.request.choices import choice_seed
 from services.router.request.model_card import ModelCard
 from services.router.request.output_constraints import OutputConstraints
 from services.router.server import RouterServer
+from slipstream import errors
 from slipstream.rpc.dial import dial
 from slipstream.v1 import router_pb2, router_pb2_grpc
 from tests.router.conftest import eventually, script
@@ -302,3 +305,40 @@ async def test_grpc_answers_carry_the_index_of_their_choice(
     assert texts == [choice["message"]["content"] for choice in whole["choices"]]
     assert len(encoded.token_ids) == whole["usage"]["prompt_tokens"]
     assert HI[0]["content"] in decoded.text
+
+
+@pytest.mark.parametrize("n_begun", [0, 1])
+@pytest.mark.parametrize("face", ["http", "grpc"])
+async def test_only_the_refusal_of_a_request_is_timed_as_one(
+    http: aiohttp.ClientSession,
+    router: RouterServer,
+    monkeypatch: pytest.MonkeyPatch,
+    n_begun: int,
+    face: str,
+) -> None:
+    """A choice that finds no place after another's first token fails a request that has run."""
+    begin, began, observed = router.manager.begin, 0, []
+
+    async def refuse(*given: Any, **named: Any) -> Any:
+        nonlocal began
+        if began == n_begun:
+            raise errors.Overloaded("full", retry_after_ms=1)
+        began += 1
+        return await begin(*given, **named)
+
+    monkeypatch.setattr(router.manager, "begin", refuse)
+    monkeypatch.setattr(Counters, "observe", lambda _, name, *values, **more: observed.append(name))
+    if face == "http":
+        async with http.post("/v1/chat/completions", json={"messages": HI, "n": 2}) as answer:
+            assert answer.status == 429
+    else:
+        request = router_pb2.GenerateRequest(n=2)
+        request.chat.messages.add(role=router_pb2.MESSAGE_ROLE_USER).content.add(text="hi")
+        async with dial(router.host.endpoint) as channel:
+            call = router_pb2_grpc.RouterServiceStub(channel).Generate(request, timeout=60)
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                _ = [response async for response in call]
+            assert failed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "x-request-id" in dict(failed.value.trailing_metadata() or ())
+    await eventually(lambda: not router.manager.held)
+    assert observed.count("slipstream_refusal_seconds") == (0 if n_begun else 1)
