@@ -14,21 +14,14 @@ import gc
 # ms.
 YOUNG_OBJECTS = 10_000
 
-_frozen_objects = 0  # counted once, because the count visits all of them
-
 
 def freeze_heap() -> None:
     """Exclude all present objects. A process calls this once, after loading and before it is ready."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)
-    global _frozen_objects
-    _frozen_objects = gc.get_freeze_count()
 
 
 def figures() -> dict[str, float]:
     """The heap's metrics by name (libs/common/telemetry/metric_tables/table.py)."""
-    return {
-        "slipstream_heap_frozen_objects": _frozen_objects,
-        "slipstream_full_collections_total": gc.get_stats()[2]["collections"],
-    }
+    return {"slipstream_full_collections_total": gc.get_stats()[2]["collections"]}

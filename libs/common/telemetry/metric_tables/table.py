@@ -41,7 +41,6 @@ _EVERY = (
     gauge("draining", "1 while the process drains."),
     gauge("etcd_unavailable", "1 while etcd lacks this process's record."),
     gauge("event_loop_tasks", "Tasks that have not ended."),
-    gauge("heap_frozen_objects", "Objects frozen out of garbage collection."),
     gauge("certificate_expires_unix_seconds", "End of the certificate; with TLS only."),
     counter("full_collections_total", "Garbage collections of the oldest generation."),
     counter("grpc_malformed_total", "Malformed gRPC messages."),
