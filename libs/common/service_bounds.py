@@ -302,7 +302,7 @@ def render_markdown() -> str:
         ("Stored jobs", _JOBS),
         ("The console of a router", _CONSOLE),
         ("Workers", worker_bounds.ROWS),
-        ("The fleet as a router sees it", fleet_bounds.ROWS),
+        ("Other files", fleet_bounds.ROWS),
     )
     for title, rows in tables:
         lines += ["", f"## {title}", ""]
