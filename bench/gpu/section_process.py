@@ -39,8 +39,8 @@ def measure_section(section: ReportSection, bench: Bench, limit_s: float) -> Ite
             yield {"left_out": {"case": name, "reason": reason}}
         else:
             yield {"figure": {"section": section.name, "name": case.name, "setting": case.setting} | figure}
-        if bench.device.type == "cuda":  # its memory is free for the next case
-            gc.collect()
+        gc.collect()
+        if bench.device.type == "cuda":
             torch.cuda.empty_cache()
 
 

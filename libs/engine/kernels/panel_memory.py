@@ -25,13 +25,14 @@ class PanelMemory:
         count = math.prod(shape)
         n_bytes = -(-count * dtype.itemsize // _ALIGNED) * _ALIGNED
         if self._region is None or self._used_bytes + n_bytes > len(self._region):
-            self._region, self._used_bytes = _map(max(n_bytes, self._next_bytes)), 0
+            self._region, self._used_bytes = map_huge_pages(max(n_bytes, self._next_bytes)), 0
             self._next_bytes = min(2 * self._next_bytes, _LARGEST_BYTES)
         begin, self._used_bytes = self._used_bytes, self._used_bytes + n_bytes
         return torch.frombuffer(self._region, dtype=dtype, count=count, offset=begin).view(*shape)
 
 
-def _map(n_bytes: int) -> mmap.mmap:
+def map_huge_pages(n_bytes: int) -> mmap.mmap:
+    """New memory of this process."""
     region = mmap.mmap(-1, n_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None:

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from libs.engine.model.shard_file import read_no_further
 from libs.engine.model.shard_reader import ShardReader
-from libs.engine.model.shards import CheckpointError, TensorHeader, open_shards, shard_names
-from libs.engine.model.tensor_rows import RowSource, TensorRows
-from libs.engine.model.widened_rows import DtypeOf, Fp8Rows, as_dtype, held_dtype
+from libs.engine.model.shards import CheckpointError, TensorHeader, read_headers, shard_names
+from libs.engine.model.tensor_rows import DTYPES, RowSource, TensorRows
+from libs.engine.model.widened_rows import BlockFactors, DtypeOf, Fp8Rows, as_dtype, held_dtype
 from libs.engine.model_spec.matrix import DenseMatrix, Fp8Matrix, Int4Matrix
 from libs.engine.model_spec.quantization import Fp8Blocks, Int4Groups, Quantization
 from libs.engine.model_spec.stored_matrix import StoredMatrix, StoredRows
@@ -40,7 +42,7 @@ class Checkpoint:
 
     def __init__(self, model_dir: Path, progress: LoadProgress | None = None) -> None:
         """`progress` follows the values that are read."""
-        self._files, self._headers = open_shards(model_dir)
+        self._headers = read_headers(model_dir)
         self._progress = progress or LoadProgress()
         self._lock = threading.Lock()  # of the progress
         self._reader = ShardReader(model_dir)
@@ -50,7 +52,6 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self._reader.close()
-        self._files.clear()
 
     def finish(self) -> None:
         """Wait until all rows that are streamed are taken. Raises CheckpointError for the first defect."""
@@ -84,13 +85,15 @@ class Checkpoint:
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """The tensor as stored."""
-        shard = self.header(name, shape).shard
+        header = self.header(name, shape)
+        if header.dtype not in DTYPES:
+            raise CheckpointError(name, f"dtype {header.dtype} is not supported")
         try:
-            value: torch.Tensor = self._files[shard].get_tensor(name)
-        except Exception as error:  # safetensors raises its own SafetensorError, OSError and others
-            raise CheckpointError(name, f"cannot be read from {shard}: {error}") from error
-        self._count(value.nbytes)
-        return value
+            found = self._reader.copy(header.shard, header.offset, header.stored_bytes)
+        except OSError as error:
+            raise CheckpointError(name, f"cannot be read from {header.shard}: {error}") from error
+        self._count(header.stored_bytes)
+        return torch.from_numpy(np.frombuffer(found, np.uint8)).view(DTYPES[header.dtype]).view(header.shape)
 
     def dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A floating-point tensor of exactly `shape`; fp16 is widened to fp32. All values are finite."""
@@ -188,12 +191,15 @@ class Checkpoint:
             self._progress.done_bytes += n_bytes
 
     def _fp8(self, name: str, block: Fp8Blocks, dtype_of: DtypeOf) -> Fp8Rows:
-        scale = f"{name}.weight_scale_inv"
-        factors = _scale(scale, self.tensor(scale).float(), _FP8_LARGEST).contiguous()
-        if bool((factors < 0).any()):
-            raise CheckpointError(scale, "has a scale below 0")
+        factors = BlockFactors(partial(self._factors, f"{name}.weight_scale_inv"))
         stored = self._rows(f"{name}.weight", partial(_finite_fp8, f"{name}.weight"))
         return Fp8Rows(stored, dtype_of(stored.dtype), factors, block)
+
+    def _factors(self, name: str) -> torch.Tensor:
+        factors = _scale(name, self.tensor(name).float(), _FP8_LARGEST)
+        if bool((factors < 0).any()):
+            raise CheckpointError(name, "has a scale below 0")
+        return factors
 
 
 def _finite(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -241,6 +247,7 @@ def weights_digest(model_dir: Path) -> str:
         n_bytes = path.stat().st_size
         digest.update(f"{shard}:{n_bytes}\0".encode())
         with path.open("rb") as file:
+            read_no_further(file.fileno())
             header_bytes = 8 + int.from_bytes(file.read(8), "little")
             file.seek(0)
             digest.update(file.read(min(header_bytes, n_bytes)))

@@ -1,4 +1,4 @@
-"""Reads bytes of shards in several threads: from the page cache, or past it with direct I/O.
+"""Reads bytes of shards in several threads: in the page cache, or past it with direct I/O.
 
 The page cache would hold a second copy of the weights. So bytes that are not in it stay out of it.
 """
@@ -13,13 +13,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-Bytes = npt.NDArray[np.uint8]
+from libs.engine.kernels.panel_memory import map_huge_pages
+from libs.engine.model.shard_file import ALIGNED, Bytes, ShardFile
 
 N_THREADS = 8  # pieces in flight: a drive needs several
-_ALIGNED = 4096  # what direct I/O asks of offsets, sizes and memory
-_NO_WAIT: int = getattr(os, "RWF_NOWAIT", 0)
+_HUGE_BYTES = 2 << 20
 
 
 class ShardReader:
@@ -27,9 +26,9 @@ class ShardReader:
 
     def __init__(self, model_dir: Path) -> None:
         self._model_dir = model_dir
-        self._files: dict[str, tuple[int, int | None]] = {}  # descriptors: buffered, direct
+        self._files: dict[str, ShardFile] = {}
         self._lock = threading.Lock()
-        self._staging = threading.local()
+        self._thread = threading.local()  # its `staging` memory, and what it has `mapped`
         self._pool = ThreadPoolExecutor(N_THREADS, thread_name_prefix="load")
         self._jobs: list[Future[None]] = []
         self._stopped = threading.Event()
@@ -47,23 +46,32 @@ class ShardReader:
         """End the threads after their present jobs, and close the files."""
         self._stopped.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        for descriptors in self._files.values():
-            for descriptor in descriptors:
-                if descriptor is not None:
-                    os.close(descriptor)
+        for file in self._files.values():
+            file.close()
         self._files.clear()
 
-    def read(self, shard: str, offset: int, n_bytes: int) -> Bytes:
-        """Bytes of a shard, valid until this thread reads again. Raises OSError."""
-        buffered, direct = self._open(shard)
-        before = offset % _ALIGNED
-        end = -(-(offset + n_bytes) // _ALIGNED) * _ALIGNED
-        staging = self._buffer(end - offset + before)
-        target = memoryview(staging)[: end - offset + before]
-        wanted = before + n_bytes
-        if _read_cached(buffered, target, offset - before) < wanted:
-            _read_fully(buffered if direct is None else direct, target, offset - before, wanted)
-        return np.frombuffer(staging, np.uint8, n_bytes, before)
+    def read(self, shard: str, offset: int, n_bytes: int, *, others_read: bool = False) -> Bytes:
+        """Bytes of a shard, valid until this thread reads again. Raises OSError.
+
+        `others_read`: other processes need them, too, so that they go into the page cache.
+        """
+        file = self._open(shard)
+        self._unmap()
+        found = file.map_cached(offset, n_bytes)
+        if found is not None:
+            self._thread.mapped = file, offset, n_bytes
+            return found
+        before = offset % ALIGNED
+        end = -(-(offset + n_bytes) // ALIGNED) * ALIGNED
+        target = self._staging(end - offset + before)
+        _read_fully(file.buffered if others_read else file.direct, target, offset - before, before + n_bytes)
+        return np.frombuffer(target, np.uint8, n_bytes, before)
+
+    def copy(self, shard: str, offset: int, n_bytes: int) -> bytearray:
+        """A copy of a few bytes of a shard, through the page cache. Raises OSError."""
+        found = bytearray(n_bytes)
+        _read_fully(self._open(shard).buffered, memoryview(found), offset, n_bytes)
+        return found
 
     def _run(self, job: Callable[[], None]) -> None:
         if self._stopped.is_set():  # an earlier job failed, and `finish` raises its error
@@ -74,34 +82,26 @@ class ShardReader:
             self._stopped.set()
             raise
 
-    def _open(self, shard: str) -> tuple[int, int | None]:
+    def _open(self, shard: str) -> ShardFile:
         with self._lock:
             if shard not in self._files:
-                path = self._model_dir / shard
-                buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
-                except OSError:  # the file system has no direct I/O
-                    direct = None
-                self._files[shard] = buffered, direct
+                self._files[shard] = ShardFile(self._model_dir / shard)
             return self._files[shard]
 
-    def _buffer(self, n_bytes: int) -> mmap.mmap:
-        """Memory of this thread; mappings begin at a page."""
-        staging: mmap.mmap | None = getattr(self._staging, "memory", None)
+    def _unmap(self) -> None:
+        mapped: tuple[ShardFile, int, int] | None = getattr(self._thread, "mapped", None)
+        if mapped is not None:
+            self._thread.mapped = None
+            file, offset, n_bytes = mapped
+            file.unmap(offset, n_bytes)
+
+    def _staging(self, n_bytes: int) -> memoryview:
+        """Memory of this thread. Huge pages: a drive reads twice as fast into them as into scattered ones."""
+        staging: mmap.mmap | None = getattr(self._thread, "staging", None)
         if staging is None or len(staging) < n_bytes:
-            staging = self._staging.memory = mmap.mmap(-1, n_bytes)
-        return staging
-
-
-def _read_cached(descriptor: int, target: memoryview, offset: int) -> int:
-    """Read what the page cache has without a gap; returns the bytes."""
-    if not _NO_WAIT:
-        return 0
-    try:
-        return os.preadv(descriptor, [target], offset, _NO_WAIT)
-    except OSError:  # nothing is cached, or the file system lacks RWF_NOWAIT
-        return 0
+            size = -(-n_bytes // _HUGE_BYTES) * _HUGE_BYTES
+            staging = self._thread.staging = map_huge_pages(size)
+        return memoryview(staging)[:n_bytes]
 
 
 def _read_fully(descriptor: int, target: memoryview, offset: int, wanted: int) -> None:
@@ -111,6 +111,6 @@ def _read_fully(descriptor: int, target: memoryview, offset: int, wanted: int) -
         if done + n_bytes >= wanted:
             return
         # A direct read must go on at the begin of a block; only the end of the file is within one.
-        if n_bytes < _ALIGNED:
+        if n_bytes < ALIGNED:
             raise OSError("the file ends too early")
-        done = (done + n_bytes) // _ALIGNED * _ALIGNED
+        done = (done + n_bytes) // ALIGNED * ALIGNED

@@ -13,11 +13,13 @@ from typing import Any
 from safetensors import safe_open
 
 from libs.common.worker_bounds import MAX_CHECKPOINT_INDEX_BYTES
+from libs.engine.model.shard_file import read_no_further
 from libs.engine.model_spec.config_json import read_json_object
 from slipstream.errors import FailedPrecondition, InvalidArgument
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000  # of safetensors
 
 
 class CheckpointError(FailedPrecondition):
@@ -45,8 +47,8 @@ class TensorHeader:
         return math.prod(self.shape) * (int(bits[0]) // 8 if bits else 1)
 
 
-def open_shards(model_dir: Path) -> tuple[dict[str, Any], dict[str, TensorHeader]]:
-    """Open all shards; return the files by name, and the headers by tensor name.
+def read_headers(model_dir: Path) -> dict[str, TensorHeader]:
+    """The headers of all shards by tensor name.
 
     safetensors checks each header: offsets, overlaps, the length of the file. Raises CheckpointError when a
     shard cannot be read, when two shards hold one tensor, and when the index and the shards differ.
@@ -64,7 +66,7 @@ def open_shards(model_dir: Path) -> tuple[dict[str, Any], dict[str, TensorHeader
             headers[name] = TensorHeader(shard, tensor.get_dtype(), tuple(tensor.get_shape()), offsets[name])
     if weight_map is not None:
         _compare(weight_map, headers)
-    return files, headers
+    return headers
 
 
 def _offsets(path: Path) -> dict[str, int]:
@@ -86,9 +88,17 @@ def _open(model_dir: Path, shard: str) -> Any:
     if not path.is_file():  # a pipe would block
         raise CheckpointError(shard, f"cannot be read: no file in {model_dir}")
     try:
+        _cache_header(path)
         return safe_open(path, framework="pt")
     except Exception as error:  # safetensors raises its own SafetensorError, OSError and others
         raise CheckpointError(shard, f"cannot be read: {error}") from error
+
+
+def _cache_header(path: Path) -> None:
+    """Read the header first: safetensors maps the file, and a fault on a mapping reads megabytes ahead."""
+    with path.open("rb", buffering=0) as file:
+        read_no_further(file.fileno())
+        file.read(min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES))
 
 
 def _compare(weight_map: Mapping[str, str], headers: Mapping[str, TensorHeader]) -> None:

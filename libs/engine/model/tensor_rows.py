@@ -9,7 +9,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from libs.engine.model.shard_reader import Bytes, ShardReader
+from libs.engine.model.shard_file import Bytes
+from libs.engine.model.shard_reader import ShardReader
 from libs.engine.model.shards import CheckpointError, TensorHeader
 from libs.engine.model_spec.stored_matrix import RowSink
 
@@ -18,7 +19,9 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I32": torch.int32,
+    "I64": torch.int64,
 }
 
 _PIECE_BYTES = 2 << 20  # of one read: larger ones leave the processor's caches before they are packed
@@ -39,11 +42,12 @@ class RowSource:
     def row_bytes(self) -> int:
         return self.header.shape[1] * DTYPES[self.header.dtype].itemsize
 
-    def read(self, first: int, end: int) -> Bytes:
+    def read(self, first: int, end: int, *, others_read: bool) -> Bytes:
         """Whole rows as [rows, bytes], valid until this thread reads again."""
         header, n_bytes = self.header, (end - first) * self.row_bytes
+        begin = header.offset + first * self.row_bytes
         try:
-            found = self.reader.read(header.shard, header.offset + first * self.row_bytes, n_bytes)
+            found = self.reader.read(header.shard, begin, n_bytes, others_read=others_read)
         except OSError as error:
             raise CheckpointError(self.name, f"cannot be read from {header.shard}: {error}") from error
         self.count(n_bytes)
@@ -109,9 +113,10 @@ class TensorRows:
                 raise self.refusal()
 
     def _piece(self, first: int, end: int) -> torch.Tensor:
-        stored = self.source.read(self.rows.start + first, self.rows.start + end)
         size = self.dtype.itemsize
-        if self.n_cols * size < self.source.row_bytes:
+        is_cut = self.n_cols * size < self.source.row_bytes  # other ranks take the other columns
+        stored = self.source.read(self.rows.start + first, self.rows.start + end, others_read=is_cut)
+        if is_cut:
             stored = np.ascontiguousarray(stored[:, self.cols.start * size : self.cols.stop * size])
         values = torch.frombuffer(stored.data, dtype=self.dtype)
         return values.view(end - first, self.n_cols)

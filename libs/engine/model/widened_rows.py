@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -63,6 +64,21 @@ class CastRows(_ConvertedRows):
         return lambda first, rows: sink(first, _cast(rows, self.dtype))
 
 
+class BlockFactors:
+    """The scales of a tensor, which the first thread that needs them reads."""
+
+    def __init__(self, read: Callable[[], torch.Tensor]) -> None:
+        self._read = read
+        self._lock = threading.Lock()
+        self._found: torch.Tensor | None = None
+
+    def get(self) -> torch.Tensor:
+        with self._lock:
+            if self._found is None:
+                self._found = self._read()
+            return self._found
+
+
 @dataclass(frozen=True, slots=True)
 class Fp8Rows(_ConvertedRows):
     """e4m3 values times the factors of their blocks: products in fp32, rounded to `dtype` (fp32 or bf16).
@@ -70,7 +86,7 @@ class Fp8Rows(_ConvertedRows):
     As DeepSeek's `weight_dequant` does. `factors` are those of the whole tensor [blocks of rows, of columns].
     """
 
-    factors: torch.Tensor
+    factors: BlockFactors
     block: Fp8Blocks
 
     def read(self) -> torch.Tensor:
@@ -81,9 +97,10 @@ class Fp8Rows(_ConvertedRows):
     def _converting(self, sink: RowSink) -> RowSink:
         widen, is_bf16 = declare(load_library()).ss_widen_fp8, self.dtype == torch.bfloat16
         place = self.stored.rows.start, self.stored.cols.start
-        blocks = self.factors.data_ptr(), self.factors.shape[1], self.block.rows, self.block.cols
 
         def widen_and_pass(first: int, rows: torch.Tensor) -> bool:
+            factors = self.factors.get()
+            blocks = factors.data_ptr(), factors.shape[1], self.block.rows, self.block.cols
             found = torch.empty(rows.shape, dtype=self.dtype)
             targets = (None, found.data_ptr()) if is_bf16 else (found.data_ptr(), None)
             is_finite = widen(rows.data_ptr(), *rows.shape, place[0] + first, place[1], *blocks, *targets)

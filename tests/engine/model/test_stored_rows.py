@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from libs.engine.model import shard_reader
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.runner import ModelRunner, RunnerOptions
+from libs.engine.model.shard_file import ShardFile
 from libs.engine.model.shard_reader import ShardReader
 from libs.engine.model.shards import CheckpointError
 from libs.engine.model_spec.config import ModelConfig
@@ -29,7 +29,7 @@ EXPERT = "model.layers.1.mlp.experts.0.down_proj"
 def read_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way of reading, whatever is in the page cache and whatever the file system has."""
     if request.param != "cached":
-        monkeypatch.setattr(shard_reader, "_NO_WAIT", 0)
+        monkeypatch.setattr(ShardFile, "map_cached", lambda *_: None)
     if request.param == "buffered":
         monkeypatch.delattr(os, "O_DIRECT")
 
