@@ -12,11 +12,11 @@ typedef struct {
     const attention_t *a;
     int64_t sequence, n_rows;           /* of the query rows */
     int64_t token0, n_tokens, n_padded; /* this chunk; padded to whole key blocks */
-    int64_t v_pad;
+    int64_t v_pad, row_pad; /* n_rows in whole query blocks */
     int is_first, is_last, is_pairs;
-    float *latent; /* [n_padded / 16][width][16]: the chunk's cache rows, tokens along the vector */
-    float *mixed;  /* [heads][rows][v_pad], carried over */
-    float *state;  /* [heads][rows][2]: maximum and denominator, carried over */
+    float *latent;     /* [n_padded / 16][width][16]: the chunk's cache rows, tokens along the vector */
+    float *mixed;      /* [heads][rows][v_pad], carried over */
+    float *best, *sum; /* [heads][row_pad]: maximum and denominator, carried over */
     const int32_t *stop;
 } chunk_t;
 
@@ -151,85 +151,142 @@ static void expand_head(const chunk_t *c, int64_t head, const workspace_t *w) {
     }
 }
 
-/* Turns one row's scores of a key block into probabilities; returns the factor for its mixed values. */
-static float softmax_row(float *score, int64_t n_visible, float *state) {
-    if (n_visible < KEY_BLOCK)
-        for (int64_t i = n_visible < 0 ? 0 : n_visible; i < KEY_BLOCK; i++) score[i] = -INFINITY;
-    vf best_lanes = load(score), sum = splat(0);
-    for (int64_t i = VL; i < KEY_BLOCK; i += VL) best_lanes = vmax(load(score + i), best_lanes);
-    float old = state[0], best = max_lanes(best_lanes);
-    best = best > old ? best : old;
-    float base = best > -1e30f ? best : -1e30f; /* so that a row without visible tokens has weight 0 and not NaN */
-    for (int64_t i = 0; i < KEY_BLOCK; i += VL) {
-        vf p = vexp2(load(score + i) - base);
-        store(score + i, p);
-        sum += p;
+/* The maximum of each of VL rows of scores, and of `old`. */
+INLINE vf max_of_rows(const float *score, vf old) {
+    vu best[VL];
+    UNROLL for (int r = 0; r < VL; r++) {
+        vf lanes = load(score + r * KEY_BLOCK);
+        UNROLL for (int i = VL; i < KEY_BLOCK; i += VL) lanes = vmax(load(score + r * KEY_BLOCK + i), lanes);
+        best[r] = (vu)lanes;
     }
-    float factor = vexp2(splat(old - base))[0];
-    state[0] = best;
-    state[1] = state[1] * factor + sum_lanes(sum);
-    return factor;
+    transpose(best);
+    UNROLL for (int i = 0; i < VL; i++) old = vmax((vf)best[i], old);
+    return old;
 }
 
-static void attend_key_block(const chunk_t *c, const workspace_t *w, int64_t block, int64_t row0, int64_t n_rows,
-                             float *state) {
+/* Turns VL rows of scores into probabilities, in pairs if is_pairs; returns their sums. */
+INLINE vf exponentials_of_rows(float *score, const float *base, const int is_pairs) {
+    vu sums[VL];
+    for (int r = 0; r < VL; r++) {
+        float *row = score + r * KEY_BLOCK;
+        vf p[KEY_BLOCK / VL], sum = splat(0);
+        UNROLL for (int i = 0; i < KEY_BLOCK / VL; i++) {
+            p[i] = vexp2(load(row + i * VL) - base[r]);
+            sum += p[i];
+        }
+        UNROLL for (int i = 0; i < KEY_BLOCK / VL; i++) {
+            if (!is_pairs) store(row + i * VL, p[i]);
+            else if (i % 2) store_words(row + i / 2 * VL, narrow_values(p[i - 1], p[i]));
+        }
+        sums[r] = (vu)sum;
+    }
+    transpose(sums);
+    vf total = (vf)sums[0];
+    UNROLL for (int i = 1; i < VL; i++) total += (vf)sums[i];
+    return total;
+}
+
+/* Turns the scores of VL rows and a key block into probabilities; `factor` gets what their mixed values are to be
+ * multiplied by. Together, because sums and maxima across the lanes of one row wait for each other. */
+INLINE void softmax_rows(float *score, float *best_at, float *sum_at, float *factor, const int is_pairs) {
+    float bases[VL];
+    vf old = load(best_at), best = max_of_rows(score, old);
+    vf base = vmax(best, splat(-1e30f)); /* so that a row without visible tokens has weight 0 and not NaN */
+    store(bases, base);
+    vf total = exponentials_of_rows(score, bases, is_pairs), shrink = vexp2(old - base);
+    store(factor, shrink);
+    store(best_at, best);
+    store(sum_at, load(sum_at) * shrink + total);
+}
+
+/* Some rows of queries of one head. */
+typedef struct {
+    int64_t row0, n_rows;
+    const float *queries[QUERY_BLOCK], *scores[QUERY_BLOCK]; /* by row */
+    float *best, *sum;                                       /* [QUERY_BLOCK] */
+} query_block_t;
+
+/* Turns the scores of a key block into probabilities, and rescales the rows' mixed values. */
+static void softmax_block(const chunk_t *c, const workspace_t *w, const query_block_t *q, int64_t token0) {
+    const int32_t *visible = c->a->visible + c->a->query_start[c->sequence] + q->row0;
+    float factor[QUERY_BLOCK];
+    for (int64_t r = 0; r < q->n_rows; r++)
+        for (int64_t i = visible[r] < token0 ? 0 : visible[r] - token0; i < KEY_BLOCK; i++)
+            w->score[r * KEY_BLOCK + i] = -INFINITY;
+    for (int64_t r = 0; r < q->n_rows; r += VL) {
+        float *score = w->score + r * KEY_BLOCK;
+        if (c->is_pairs) softmax_rows(score, q->best + r, q->sum + r, factor + r, 1);
+        else softmax_rows(score, q->best + r, q->sum + r, factor + r, 0);
+    }
+    for (int64_t r = 0; r < q->n_rows; r++) {
+        float *mixed = w->mixed + r * c->v_pad;
+        if (factor[r] != 1.0f)
+            for (int64_t j = 0; j < c->v_pad; j++) mixed[j] *= factor[r];
+    }
+}
+
+static void attend_key_block(const chunk_t *c, const workspace_t *w, const query_block_t *q, int64_t block) {
     const attention_t *a = c->a;
     int64_t unit = per_element(c->is_pairs), head_dim = (a->nope + a->rope) / unit;
-    const float *queries[QUERY_BLOCK], *scores[QUERY_BLOCK];
-    for (int64_t r = 0; r < n_rows; r++) {
-        queries[r] = w->query + r * head_dim;
-        scores[r] = w->score + r * KEY_BLOCK;
-    }
-    run_tiles((tiles_t){.is_pairs = c->is_pairs, .a = queries, .n_rows = n_rows, .step = 1,
+    run_tiles((tiles_t){.is_pairs = c->is_pairs, .a = q->queries, .n_rows = q->n_rows, .step = 1,
                         .b = w->keys + block * KEY_BLOCK * head_dim, .b_stride = LANES, .b_panel = head_dim * LANES,
                         .c = w->score, .c_stride = KEY_BLOCK, .c_panel = LANES, .n = head_dim,
                         .n_panels = KEY_BLOCK / LANES});
-    int64_t token0 = c->token0 + block * KEY_BLOCK;
-    const int32_t *visible = a->visible + a->query_start[c->sequence] + row0;
-    for (int64_t r = 0; r < n_rows; r++) {
-        float *score = w->score + r * KEY_BLOCK, *mixed = w->mixed + r * c->v_pad;
-        float factor = softmax_row(score, visible[r] - token0, state + 2 * r);
-        if (c->is_pairs) narrow_row(score, KEY_BLOCK, score);
-        if (factor != 1.0f)
-            for (int64_t j = 0; j < c->v_pad; j++) mixed[j] *= factor;
-    }
-    run_tiles((tiles_t){.is_pairs = c->is_pairs, .accumulate = 1, .a = scores, .n_rows = n_rows, .step = 1,
+    softmax_block(c, w, q, c->token0 + block * KEY_BLOCK);
+    run_tiles((tiles_t){.is_pairs = c->is_pairs, .accumulate = 1, .a = q->scores, .n_rows = q->n_rows, .step = 1,
                         .b = w->values + block * KEY_BLOCK / unit * c->v_pad, .b_stride = c->v_pad, .b_panel = LANES,
                         .c = w->mixed, .c_stride = c->v_pad, .c_panel = LANES, .n = KEY_BLOCK / unit,
                         .n_panels = c->v_pad / LANES});
 }
 
+/* Scales the queries of the rows, which the workspace gets. */
+static void place_queries(const chunk_t *c, int64_t head, const workspace_t *w, query_block_t *q) {
+    const attention_t *a = c->a;
+    int64_t head_dim = a->nope + a->rope, stride = head_dim / per_element(c->is_pairs);
+    const float *from = a->q + (a->query_start[c->sequence] + q->row0) * a->q_stride + head * head_dim;
+    float scaled[head_dim], scale = score_scale(a);
+    for (int64_t r = 0; r < q->n_rows; r++, from += a->q_stride) {
+        float *query = w->query + r * stride;
+        const float *next = from + QUERY_BLOCK * a->q_stride; /* comes into the cache meanwhile, if it exists */
+        for (int64_t i = 0; i < head_dim; i += 64 / sizeof(float)) __builtin_prefetch(next + i, 0, 2);
+        for (int64_t i = 0; i < head_dim; i++) scaled[i] = from[i] * scale;
+        if (c->is_pairs) narrow_row(scaled, head_dim, query);
+        else memcpy(query, scaled, sizeof scaled);
+        q->queries[r] = query;
+        q->scores[r] = w->score + r * KEY_BLOCK;
+    }
+}
+
+/* Writes the rows' results: mixed values by denominators. */
+static void write_rows(const chunk_t *c, int64_t head, const workspace_t *w, const query_block_t *q) {
+    const attention_t *a = c->a;
+    for (int64_t r = 0; r < q->n_rows; r++) {
+        int64_t lane = (a->query_start[c->sequence] + q->row0 + r) * a->n_heads + head;
+        float divisor = divisor_of(a, lane, q->sum[r]);
+        for (int64_t j = 0; j < a->v; j++) a->out[lane * a->v + j] = w->mixed[r * c->v_pad + j] / divisor;
+        keep_log_sum(a, lane, q->best[r], q->sum[r]);
+    }
+}
+
 /* Attends from a block of query rows of one head to the chunk. */
 static void attend_query_block(const chunk_t *c, int64_t head, int64_t row0, const workspace_t *w) {
     const attention_t *a = c->a;
-    int64_t n_rows = smaller(QUERY_BLOCK, c->n_rows - row0), head_dim = a->nope + a->rope;
+    query_block_t q = {.row0 = row0, .n_rows = smaller(QUERY_BLOCK, c->n_rows - row0),
+                       .best = c->best + head * c->row_pad + row0, .sum = c->sum + head * c->row_pad + row0};
     float *carried = c->mixed + (head * c->n_rows + row0) * c->v_pad;
-    float *state = c->state + (head * c->n_rows + row0) * 2;
-    size_t mixed_bytes = sizeof(float) * (size_t)(n_rows * c->v_pad);
-    int64_t batch_row = a->query_start[c->sequence] + row0;
-    for (int64_t r = 0; r < n_rows; r++) {
-        const float *q = a->q + (batch_row + r) * a->q_stride + head * head_dim;
-        float scaled[head_dim], scale = score_scale(a);
-        for (int64_t i = 0; i < head_dim; i++) scaled[i] = q[i] * scale;
-        if (c->is_pairs) narrow_row(scaled, head_dim, w->query + r * (head_dim / 2));
-        else memcpy(w->query + r * head_dim, scaled, sizeof scaled);
-        if (c->is_first) state[2 * r] = -INFINITY, state[2 * r + 1] = 0;
+    size_t mixed_bytes = sizeof(float) * (size_t)(q.n_rows * c->v_pad);
+    place_queries(c, head, w, &q);
+    if (c->is_first) {
+        for (int64_t r = 0; r < QUERY_BLOCK; r++) q.best[r] = -INFINITY, q.sum[r] = 0;
+        memset(w->mixed, 0, mixed_bytes);
+    } else {
+        memcpy(w->mixed, carried, mixed_bytes);
     }
-    if (c->is_first) memset(w->mixed, 0, mixed_bytes);
-    else memcpy(w->mixed, carried, mixed_bytes);
-    int64_t n_visible = smaller(a->visible[batch_row + n_rows - 1] - c->token0, c->n_tokens);
-    for (int64_t block = 0; block * KEY_BLOCK < n_visible; block++)
-        attend_key_block(c, w, block, row0, n_rows, state);
-    if (!c->is_last) {
-        memcpy(carried, w->mixed, mixed_bytes);
-        return;
-    }
-    for (int64_t r = 0; r < n_rows; r++) {
-        int64_t lane = (batch_row + r) * a->n_heads + head;
-        float sum = state[2 * r + 1], divisor = divisor_of(a, lane, sum);
-        for (int64_t j = 0; j < a->v; j++) a->out[lane * a->v + j] = w->mixed[r * c->v_pad + j] / divisor;
-        keep_log_sum(a, lane, state[2 * r], sum);
-    }
+    int64_t last = a->query_start[c->sequence] + row0 + q.n_rows - 1;
+    int64_t n_visible = smaller(a->visible[last] - c->token0, c->n_tokens);
+    for (int64_t block = 0; block * KEY_BLOCK < n_visible; block++) attend_key_block(c, w, &q, block);
+    if (c->is_last) write_rows(c, head, w, &q);
+    else memcpy(carried, w->mixed, mixed_bytes);
 }
 
 typedef struct {
@@ -271,21 +328,22 @@ int32_t ss_attend_expanded(context_t *context, const attention_t *a) {
     int64_t v_pad = round_up(a->v, LANES), width = width_of(a);
     const int32_t *stop = context_stop(context);
     for (int64_t i = 0; i < a->n_sequences && !is_set(stop); i++) {
-        int64_t s = a->sequences[i], context_len = a->context_len[s];
-        chunk_t c = {.a = a, .sequence = s, .n_rows = a->query_start[s + 1] - a->query_start[s], .v_pad = v_pad,
-                     .is_pairs = attends_pairs(a), .stop = stop};
+        int64_t s = a->sequences[i], context_len = a->context_len[s], rows = a->query_start[s + 1] - a->query_start[s];
+        chunk_t c = {.a = a, .sequence = s, .n_rows = rows, .v_pad = v_pad,
+                     .row_pad = round_up(rows, QUERY_BLOCK), .is_pairs = attends_pairs(a), .stop = stop};
         if (!context_len) {
             clear_rows(a, s);
             continue;
         }
         char *cursor = context_scratch(context, ROOM(float, CHUNK_TOKENS * width) +
-                                                    ROOM(float, a->n_heads * c.n_rows * v_pad) +
-                                                    ROOM(float, a->n_heads * c.n_rows * 2) +
+                                                    ROOM(float, a->n_heads * rows * v_pad) +
+                                                    2 * ROOM(float, a->n_heads * c.row_pad) +
                                                     (size_t)pool_threads(pool) * workspace_room(a, v_pad));
         if (!cursor) return -1;
         c.latent = TAKE(cursor, float, CHUNK_TOKENS * width);
-        c.mixed = TAKE(cursor, float, a->n_heads * c.n_rows * v_pad);
-        c.state = TAKE(cursor, float, a->n_heads * c.n_rows * 2);
+        c.mixed = TAKE(cursor, float, a->n_heads * rows * v_pad);
+        c.best = TAKE(cursor, float, a->n_heads * c.row_pad);
+        c.sum = TAKE(cursor, float, a->n_heads * c.row_pad);
         for (c.token0 = 0; c.token0 < context_len && !is_set(stop); c.token0 += CHUNK_TOKENS) {
             c.n_tokens = smaller(CHUNK_TOKENS, context_len - c.token0);
             c.n_padded = round_up(c.n_tokens, KEY_BLOCK);

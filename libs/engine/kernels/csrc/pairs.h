@@ -38,6 +38,8 @@ INLINE vf join_pairs(vf even, vf odd) {
     __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
     return (vf)_mm512_permutexvar_epi16(_mm512_loadu_si512(order), both);
 }
+/* The words of two vectors' values, in order. */
+INLINE vf narrow_values(vf low, vf high) { return (vf)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
 #else
 INLINE vf add_dot(vf sum, const float *a, vf words) {
     uint32_t word;
@@ -50,6 +52,14 @@ INLINE vf join_pairs(vf even, vf odd) {
         words[i] = narrow_bf16(even[i]) | (uint32_t)narrow_bf16(odd[i]) << 16;
     return (vf)words;
 }
+INLINE vf narrow_values(vf low, vf high) {
+    vu words;
+    UNROLL for (int i = 0; i < VL; i++) {
+        const vf of = i < VL / 2 ? low : high;
+        words[i] = narrow_bf16(of[2 * i % VL]) | (uint32_t)narrow_bf16(of[(2 * i + 1) % VL]) << 16;
+    }
+    return (vf)words;
+}
 #endif
 
 /* n values as pairs_of(n) words; an odd last value has 0 beside it. */
@@ -57,7 +67,7 @@ INLINE void narrow_row(const float *x, int64_t n, float *words) {
     int64_t i = 0;
 #if HAS_PAIRS
     for (; i + 32 <= n; i += 32)
-        store_words(words + i / 2, (vf)_mm512_cvtne2ps_pbh((__m512)load(x + i + 16), (__m512)load(x + i)));
+        store_words(words + i / 2, narrow_values(load(x + i), load(x + i + 16)));
     for (; i + 16 <= n; i += 16)
         _mm256_storeu_si256((__m256i *)(words + i / 2), (__m256i)_mm512_cvtneps_pbh((__m512)load(x + i)));
 #endif
