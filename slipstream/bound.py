@@ -127,8 +127,7 @@ def _states_number(row: Bound) -> bool:
 def _line(row: Bound) -> str:
     api = "" if row.apis == "both" else f" ({row.apis})"
     note = f" *{row.note}*" if row.note else ""
-    words = re.sub(r"^must (be|have) (an? )?", "", row.words)
-    return f"- `{row.field}`{api}: {words}{note}"
+    return f"- `{row.field}`{api}: {row.words}{note}"
 
 
 def shown(value: object) -> str:

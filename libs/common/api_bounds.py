@@ -191,6 +191,16 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         f"others wait {RESPONSE_CALL_WAIT_S:g} s; then 429, or the answer is not stored",
     ),
     (
+        "Stored responses read together to continue or refer to them: all tenants",
+        f"{MAX_CONVERSATIONS_READ}",
+        f"others wait {RESPONSE_CALL_WAIT_S:g} s; then 429",
+    ),
+    (
+        "Earlier items of one tenant's jobs, checked at a time",
+        f"{MAX_TENANT_CHECKED_BYTES} bytes of JSON",
+        "429",
+    ),
+    (
         "Whole answers, stored responses, files, lists and usage on their way to one tenant",
         f"{MAX_TENANT_SENT_RESPONSE_BYTES} bytes, without those up to 64 KiB (a file: 1 MiB)",
         "429, RESOURCE_EXHAUSTED",

@@ -82,7 +82,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     (
         "Room of SQLite's disk (or an eighth) that no new file, batch, job or response takes",
         f"{SPARE_DISK_BYTES} bytes",
-        "507; deletions and ends of jobs go on",
+        "507; deletions and ends of jobs go on. It is not reserved: one commit may take from it",
     ),
     (
         "Uploads that arrive together: all tenants / one",
@@ -90,10 +90,13 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "others wait, at most 30 s",
     ),
     ("Whole upload of a file", f"{FILE_UPLOAD_S:g} s", "400"),
+    ("Page of batches over gRPC", f"about {BATCHES_PAGE_BYTES} bytes", "the page ends earlier"),
     ("Files of one tenant: number / bytes", f"{MAX_TENANT_FILES} / {MAX_TENANT_FILE_BYTES}", "429"),
     ("Life of a file", f"{FILE_TTL_S} s, or `expires_after`", "deleted"),
+    ("Rest of a broken upload", f"{UPLOAD_TTL_S} s", "deleted"),
     ("Requests of one batch", f"{MAX_BATCH_LINES}", "the batch fails"),
     ("A line of a batch", f"{MAX_LINE_BYTES} bytes", "the batch fails and names the line"),
+    ("Errors that a failed batch names", f"{MAX_BATCH_ERRORS}", "the first ones"),
     ("Unfinished batches of one tenant", f"{MAX_TENANT_BATCHES}", "429"),
     (
         "Stored batches of one tenant",

@@ -1,4 +1,4 @@
-"""Bounds of what a router takes from the other processes of its cluster; `ROWS` are in docs/bounds.md."""
+"""Bounds of what a router takes from the other processes of its cluster, for docs/bounds.md."""
 
 from __future__ import annotations
 
@@ -22,6 +22,23 @@ MAX_TRACE_LINE_BYTES = 1 << 20  # a prompt of 256k tokens has 512 hashes
 MAX_ROUTE_FILE_BYTES = 16 << 20
 
 ROWS = (
+    ("Other routers whose load a router follows", f"{MAX_FOLLOWED_ROUTERS}", "the load of others is unknown"),
+    (
+        "Routers / leaving processes in an operator's answer",
+        f"{MAX_SHOWN_PROCESSES} / {MAX_SHOWN_PROCESSES}",
+        "others are left out",
+    ),
+    ("Leaving processes asked for their load", f"{MAX_ASKED_LEAVING}", "others are shown without"),
+    (
+        "Unread handoffs of one request in a row",
+        f"{MAX_UNREAD_HANDOFFS}",
+        "a decode worker computes the prompt",
+    ),
+    (
+        "Router's time for one worker's block events",
+        f"{BLOCK_EVENTS_SHARE:.0%}, after {BLOCK_EVENTS_BURST_S:g} s at once",
+        "they wait at the worker",
+    ),
     ("A file of a secret or certificate", f"{MAX_SECRET_FILE_BYTES} bytes", "refused"),
     (
         "A trace of `slipstream plan`: lines / one line",

@@ -152,6 +152,12 @@ _CONNECTIONS: tuple[_Row, ...] = (
         "closed",
     ),
     ("Connections of one port, open TLS handshakes included (HTTP)", f"{HTTP_CONNECTIONS}", "closed"),
+    ("Unread bytes of an answer in the kernel (HTTP)", f"{HTTP_UNSENT_BYTES} bytes", "the writer waits"),
+    (
+        "Unread bytes of an answer in the process (HTTP, TLS)",
+        f"{HTTP_UNWRITTEN_BYTES} bytes",
+        "the writer waits",
+    ),
     (
         "Connections of one address off loopback, before their first key (HTTP)",
         f"{ADDRESS_CONNECTIONS}",
@@ -169,6 +175,12 @@ _CONNECTIONS: tuple[_Row, ...] = (
         "RESOURCE_EXHAUSTED for calls on further ones",
     ),
     ("A client reads nothing of a waiting answer", f"{WRITE_STALL_S:g} s", "request aborted"),
+    (
+        "A client reads nothing of an answer that ended early (gRPC)",
+        f"{GRPC_RESET_S:g} to {2 * GRPC_RESET_S:g} s",
+        "call reset",
+    ),
+    ("A client does not read a unary answer (gRPC)", f"{WRITE_STALL_S:g} s", "call reset"),
     ("No whole TLS and HTTP/2 handshake (gRPC)", f"{GRPC_HANDSHAKE_S:g} s", "closed"),
     (
         f"No answer to the ping after {GRPC_PING_S:g} s of silence (gRPC)",
@@ -181,6 +193,17 @@ _CONNECTIONS: tuple[_Row, ...] = (
         "closed / wait / RESOURCE_EXHAUSTED",
     ),
     (
+        "Calls of one method of health or reflection / those whose messages have not arrived (gRPC)",
+        f"{GRPC_PUBLIC_CALLS} / {GRPC_PUBLIC_ARRIVING}",
+        "the oldest call of the busiest connection is reset",
+    ),
+    (
+        "Message of a call of health or reflection / the wait for it (gRPC)",
+        f"{GRPC_PUBLIC_REQUEST_BYTES} bytes / {GRPC_PUBLIC_READ_S:g} s",
+        "INVALID_ARGUMENT",
+    ),
+    ("Bytes of a connection before a call is accepted (gRPC)", f"{GRPC_WINDOW_BYTES}", "wait at the client"),
+    (
         "Message to a router / of a method without prompt, bodies or blocks (gRPC)",
         f"{GRPC_REQUEST_BYTES} / {GRPC_SHORT_REQUEST_BYTES} bytes",
         "RESOURCE_EXHAUSTED (SDK: BodyTooLarge) / INVALID_ARGUMENT",
@@ -191,11 +214,13 @@ _CONNECTIONS: tuple[_Row, ...] = (
         f"{GRPC_IDLE_CONNECTION_S:g} to {2 * GRPC_IDLE_CONNECTION_S:g} s",
         "closed",
     ),
+    ("Streams of load reports of one process", f"{LOAD_WATCHERS}", "RESOURCE_EXHAUSTED"),
     (
         "Messages that arrive together at a router: all tenants / one",
         f"{MAX_RECEIVED_TOGETHER} / {MAX_TENANT_RECEIVED_TOGETHER}",
         f"others wait, at most {REQUEST_READ_S:g} s",
     ),
+    ("Calls of one tenant whose messages have not arrived", f"{MAX_TENANT_ARRIVING_CALLS}", "refused"),
     ("Longest pause before a reconnect", f"{LONGEST_PAUSE_S:g} s", f"connected again within {HEAL_S:g} s"),
 )
 _TOGETHER: tuple[_Row, ...] = (
@@ -213,8 +238,15 @@ _TOGETHER: tuple[_Row, ...] = (
     ),
     ("Longest wait: interactive / default / bulk / jobs", _by_class(MAX_WAIT_S, "s"), "refused"),
     ("Wait until a class competes with higher ones", _by_class(PROMOTE_AFTER_S, "s"), "promoted"),
+    (
+        "Prompts tokenized before they wait: they may exceed the context",
+        f"{MAX_MEASURED}",
+        "others are tokenized in the queue",
+    ),
     ("Long messages waiting for a check, in equal shares of tenants", f"{MAX_WAITING_WORK}", "refused"),
+    ("Expected wait for a prefill worker", f"{MAX_PREFILL_WAIT_S:g} s", "waits at the router"),
     ("Preemptions of one request by higher classes", f"{MAX_PREEMPTIONS}", "it stays"),
+    ("Requests preempted for one", f"{MAX_PREEMPTION_VICTIMS}", "it waits"),
     ("Retry delay in a refusal", f"{RETRY_AFTER_S[0]:g} to {RETRY_AFTER_S[1]:g} s", ""),
     ("Unread text of one request", f"{MAX_WAITING_BYTES} bytes", "its sequence waits"),
     (
@@ -222,10 +254,29 @@ _TOGETHER: tuple[_Row, ...] = (
         f"{UNREAD_SUSPEND_S:g} s",
         "the request leaves its workers",
     ),
+    (
+        "Pause before such a request goes on, doubled each time",
+        f"{RESUME_PAUSE_S[0]:g} to {RESUME_PAUSE_S[1]:g} s",
+        "waits",
+    ),
     ("Requests of one tenant that left their workers so", f"{MAX_TENANT_SUSPENDED}", "request aborted"),
+    ("Late log probabilities of one tenant at a router", f"{MAX_TENANT_LATE_ROWS}", "request aborted"),
     ("Failed attempts in a row without a token", f"{MAX_FRUITLESS_ATTEMPTS}", "request failed"),
     ("Attempts at one request", f"{MAX_ATTEMPTS}", "request failed"),
     ("Quarantine of a request that crashed workers", f"{QUARANTINE_S:g} s", "refused meanwhile"),
+    ("Requests in quarantine, and with strikes", f"{MAX_QUARANTINED} each", "the oldest is forgotten"),
+    ("Wait for a worker's exit report", f"{DEATH_REPORT_WAIT_S:g} s", "the worker counts as crashed"),
+    ("Writing an exit report while etcd takes no changes", f"{EXIT_REPORT_WRITE_S:g} s", "there is none"),
+    (
+        "Wait for other routers' requests at that worker",
+        f"{ATTEMPTS_REPORT_WAIT_S:g} s",
+        "they had none there",
+    ),
+    (
+        "Prompt cache of a worker: all tenants / one tenant",
+        f"{MAX_PROMPT_MEMORY_BYTES} / {MAX_TENANT_PROMPT_MEMORY_BYTES} bytes",
+        "the least recently used is evicted",
+    ),
     (
         "Prefix index of a router: all tenants / one or unknown ones",
         f"{MAX_PREFIX_INDEX_BYTES} / {MAX_TENANT_PREFIX_INDEX_BYTES} bytes",
@@ -244,7 +295,14 @@ _TOGETHER: tuple[_Row, ...] = (
         f"{bounds.MAX_LIMIT} / {bounds.MAX_SPEND}",
         "not taken",
     ),
+    ("Usage not yet in the database", f"{USAGE_WRITE_S:g} s", "lost if the router is killed"),
     ("Rows of one answer about usage", f"{MAX_USAGE_ROWS}", "400, INVALID_ARGUMENT"),
+    (
+        "Use beyond a shared limit, of each router",
+        "limit / (4 x routers), at least 1",
+        "429 until its lease is renewed",
+    ),
+    ("Token ids of `/detokenize` and `Detokenize`", f"{MAX_DECODED_TOKENS}", "400, INVALID_ARGUMENT"),
     ("A file of settings (`--config`)", f"{MAX_CONFIGURATION_BYTES} bytes", "refused"),
     (
         "Sessions of a router without etcd",
@@ -256,6 +314,11 @@ _TOGETHER: tuple[_Row, ...] = (
         f"{MAX_TENANT_SESSIONS}",
         "further ones have none (`--session-ttl-s`)",
     ),
+    (
+        "Prompt blocks that a router assumes at one worker",
+        f"{MAX_REMOTE_CACHE_BLOCKS}",
+        "prompts are sent whole",
+    ),
 )
 _JOBS: tuple[_Row, ...] = (
     (
@@ -264,12 +327,19 @@ _JOBS: tuple[_Row, ...] = (
         "429, RESOURCE_EXHAUSTED",
     ),
     ("Jobs that one router runs", f"{MAX_RUNNING_JOBS}", "others wait in the database"),
+    ("Refusals of a job's end by the database", f"{MAX_REFUSED_ENDS}", "the job fails without a result"),
     ("Clients of one tenant that follow jobs", f"{MAX_TENANT_JOB_FOLLOWERS}", "refused"),
     WEBHOOKS_ROW,
     ("One delivery of a webhook", f"{WEBHOOK_S:g} s", "repeated later"),
+    ("All deliveries of one webhook", f"{WEBHOOK_LIFE_S:g} s", "given up"),
 )
 _CONSOLE: tuple[_Row, ...] = (
     ("Requests whose timelines a router keeps", f"{MAX_RECORDED_REQUESTS}", "the oldest is forgotten"),
+    (
+        "Rows of the placement tables of these",
+        f"{MAX_RECORDED_CANDIDATES}",
+        "the oldest are forgotten; the choice and its reasons stay",
+    ),
     ("Readers of the live events", f"{CONSOLE_READERS}", "429"),
     (
         "Requests / sessions / jobs of one answer",
@@ -284,13 +354,14 @@ def render_markdown() -> str:
     lines = [
         "# Bounds",
         "",
-        "Made from the tables of bounds in `slipstream/` and `libs/common/` by",
+        "Made from `slipstream/bounds.py` and the tables of bounds in `libs/common/` by",
         "`python -m libs.common.service_bounds > docs/bounds.md`; do not edit.",
         "",
-        "The router refuses a request outside these bounds by status 400 (413 for the body's size),",
-        "on gRPC by INVALID_ARGUMENT and a `google.rpc.BadRequest` field violation. A message has the field",
-        "and the words below, mostly behind `must be` or `must have`. Lines without (HTTP) or (gRPC) hold in",
-        'both. From "Connections" on they state a bound and what happens beyond it.',
+        "The router refuses a request outside these bounds: on HTTP with status 400 in OpenAI's error shape",
+        "(413 for the body's size), on gRPC with INVALID_ARGUMENT and a `google.rpc.BadRequest` field",
+        "violation. The message is the field, a colon and the words below, without the notes in italics.",
+        "A line without (HTTP) or (gRPC) holds in both APIs. Other rules are in their error messages alone.",
+        'From "Connections" on the lines state a bound and what happens beyond it.',
     ]
     for each in (*bounds.SECTIONS, list_bounds.LISTS, *api_bounds.API_SECTIONS, JOBS, *batch_bounds.SECTIONS):
         lines += each.markdown()
@@ -302,7 +373,7 @@ def render_markdown() -> str:
         ("Stored jobs", _JOBS),
         ("The console of a router", _CONSOLE),
         ("Workers", worker_bounds.ROWS),
-        ("Other files", fleet_bounds.ROWS),
+        ("The fleet as a router sees it", fleet_bounds.ROWS),
     )
     for title, rows in tables:
         lines += ["", f"## {title}", ""]

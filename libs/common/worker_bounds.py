@@ -1,4 +1,4 @@
-"""Bounds of prefill, decode and drafter workers; `ROWS` are those in docs/bounds.md."""
+"""Bounds of prefill, decode and drafter workers, for docs/bounds.md."""
 
 from __future__ import annotations
 
@@ -56,6 +56,22 @@ ROWS = (
         f"{MAX_BATCH} / {MAX_STEP_TOKENS}",
         "refused",
     ),
+    (
+        "Prompts whose draft features are on their way",
+        f"{MAX_PROMPT_FEATURES}",
+        "the request begins without drafts",
+    ),
+    (
+        "Draft features of a sequence in a message",
+        f"{LEAST_EXPORTED_BYTES} bytes",
+        "the drafter reads them by the KV transport",
+    ),
+    (
+        "Draft features read from one decode worker / the time until the answer",
+        f"{MAX_EXPORTED_PIECES} / {EXPORTED_ROWS_S:g} s",
+        "others go in messages / no drafts from them",
+    ),
+    ("Draft features in one message", f"{MAX_DRAFT_MESSAGE_BYTES} bytes", "others wait"),
     (
         "End of a hanging worker after its drain (`--drain-s`)",
         f"{END_S:g} s",
