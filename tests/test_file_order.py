@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from tests.support.file_order import LONG_FOLDERS, TOGETHER, group_of, run_order
 
 ROOT = Path(__file__).parent
-LOADS_TRANSFORMERS = re.compile(r"load_transformers\(|from transformers import|transformers_peer\.load\(")
+LOADS_TRANSFORMERS = re.compile(
+    r'load_transformers\(|from transformers import|transformers_peer\.load\(|importorskip\("transformers"\)'
+)
 names = st.builds(
     "{}/test_{}.py".format, st.sampled_from([*LONG_FOLDERS, "text", "router/api"]), st.integers(0, 300)
 )

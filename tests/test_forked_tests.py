@@ -191,6 +191,20 @@ def endless():
     yield
     time.sleep(600)
 """
+IMPORTS = """
+import sys, types
+
+def test_imports_much():
+    for number in range(200):
+        sys.modules[f"imported{number}"] = types.ModuleType(f"imported{number}")
+"""
+FINDS_IMPORTS = """
+import gc, sys
+
+def test_collections_pass_what_was_imported_over():
+    visited = set(map(id, gc.get_objects()))
+    assert id(sys.modules["imported0"]) not in visited
+"""
 
 
 def start(folder: Path, *options: str, more: str = "", **files: str) -> subprocess.Popen[str]:
@@ -255,6 +269,10 @@ def test_one_process_runs_the_files_of_a_group(tmp_path: Path) -> None:
     run(tmp_path, more=ONE_GROUP, **dict.fromkeys("abcdef", PLAIN))
     (of_all,) = [notes for notes in noted(tmp_path) if any(note.startswith("file") for note in notes)]
     assert of_all[:-2] == [f"file test_{name}.py" for name in "abcdef"]
+
+
+def test_collections_pass_over_what_an_earlier_file_imported(tmp_path: Path) -> None:
+    assert "2 passed" in run(tmp_path, "--processes", "1", a=IMPORTS, b=FINDS_IMPORTS)
 
 
 def test_a_lost_process_fails_its_test_alone(tmp_path: Path) -> None:

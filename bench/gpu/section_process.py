@@ -39,8 +39,8 @@ def measure_section(section: ReportSection, bench: Bench, limit_s: float) -> Ite
             yield {"left_out": {"case": name, "reason": reason}}
         else:
             yield {"figure": {"section": section.name, "name": case.name, "setting": case.setting} | figure}
-        gc.collect()
-        if bench.device.type == "cuda":
+        if bench.device.type == "cuda":  # its memory is free for the next case
+            gc.collect()
             torch.cuda.empty_cache()
 
 

@@ -127,10 +127,27 @@ def run_with(plugins: str, *arguments: str) -> tuple[int, str, str]:
         ("chat", "ModuleNotFoundError: No module named 'not_installed'"),
     ],
 )
-def test_a_command_that_does_not_load_names_its_package(plugins: str, name: str, why: str) -> None:
-    code, output, said = run_with(plugins, name, "--flag", "x", "--help")
-    assert (code, output) == (2, "")
-    assert said == f"slipstream {name} of acme-plug 1.5 does not load (plug_{name}:command): {why}\n"
+def test_a_command_that_does_not_load_names_its_package(
+    plugins: str, name: str, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(plugins)
+    monkeypatch.setattr(app_module, "app", build_app())
+    monkeypatch.setattr(sys, "argv", ["slipstream", name, "--flag", "x", "--help"])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            app_module.run()
+    finally:
+        sys.modules.pop(f"plug_{name}", None)
+    assert (ended.value.code, *capsys.readouterr()) == (2, "", does_not_load(name, why))
+
+
+def does_not_load(name: str, why: str) -> str:
+    return f"slipstream {name} of acme-plug 1.5 does not load (plug_{name}:command): {why}\n"
+
+
+def test_a_process_whose_command_does_not_load_ends_with_exit_code_2(plugins: str) -> None:
+    mute = does_not_load("mute", "Mute: (its text cannot be read)")
+    assert run_with(plugins, "mute", "--flag", "x", "--help") == (2, "", mute)
 
 
 # Ctrl-C amid the imports, also below a shell whose background processes ignore it.

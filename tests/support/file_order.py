@@ -22,6 +22,7 @@ LONG_FOLDERS = (
 )
 # These import transformers, which takes 3.3 s of processor time: one process does it for all of them.
 TOGETHER = (
+    "bench/gpu/test_sections.py",
     "bench/test_engine_peers.py",
     "engine/kernels/test_bf16_kernels.py",
     "engine/model/test_features.py",

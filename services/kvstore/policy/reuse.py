@@ -130,9 +130,10 @@ def _best_density(rates: Floats) -> tuple[Floats, list[float]]:
     ended = np.concatenate((zeros + 1.0, end[:, :-1]), axis=1) - end
     hits = np.concatenate((zeros, np.cumsum(ended, axis=1)), axis=1)
     time = np.concatenate((zeros, np.cumsum(ended / rates, axis=1)), axis=1)
-    values = rates.copy()
-    for at in range(N_BINS):
-        spent = np.maximum(time[:, at + 1 :] - time[:, at : at + 1], 1e-300)
-        best = ((hits[:, at + 1 :] - hits[:, at : at + 1]) / spent).max(axis=1)
-        values[:, at] = np.maximum(values[:, at], best)
-    return values, hits[:, -1].tolist()
+    # By bin and then kind, so that each operation reads and writes memory in its order.
+    both, best = np.ascontiguousarray([hits.T, time.T]), np.ascontiguousarray(rates.T)
+    for n_bins in range(1, N_BINS + 1):
+        gained, spent = both[:, n_bins:] - both[:, :-n_bins]
+        of_all = best[: N_BINS + 1 - n_bins]
+        np.maximum(of_all, gained / np.maximum(spent, 1e-300), out=of_all)
+    return np.ascontiguousarray(best.T), hits[:, -1].tolist()
