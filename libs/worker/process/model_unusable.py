@@ -14,7 +14,7 @@ from slipstream.errors import FailedPrecondition, InvalidArgument
 
 # Settings that size a worker; a drafter has the size of its head.
 _SIZES = ("memory_bytes", "kv_memory_bytes")
-# What torch and the dynamic linker raise has no class of its own.
+# Torch and the dynamic linker raise general classes; their messages have these words.
 _WORDS = ("can't allocate memory", "out of memory", "failed to map segment", "cannot allocate memory")
 
 
