@@ -59,7 +59,10 @@ class ShardFile:
         The first, the middle and the last page stand for all: a question about each page takes 4 % of a load.
         """
         begin, end = self._pages(offset, n_bytes)
-        if self._memory is None or offset + n_bytes > os.fstat(self.buffered).st_size:
+        if self._memory is None:
+            return None
+        # The file may have become shorter or longer since it was mapped.
+        if offset + n_bytes > min(len(self._memory), os.fstat(self.buffered).st_size):
             return None
         if not all(self._is_cached(at) for at in (begin, (begin + end) // 2, end - 1)):
             return None

@@ -81,6 +81,18 @@ def test_cached_bytes_are_mapped_until_the_thread_reads_again(shard: Path) -> No
     file.close()
 
 
+def test_bytes_that_a_file_gets_after_it_was_mapped_are_not_in_the_mapping(shard: Path) -> None:
+    content = shard.read_bytes()
+    reader = ShardReader(shard.parent)
+    try:
+        os.truncate(shard, 10_000)
+        assert reader.read("a", 0, 5_000).tobytes() == content[:5_000]
+        shard.write_bytes(content)  # in the page cache
+        assert reader.read("a", 8_000, 200_000).tobytes() == content[8_000:208_000]
+    finally:
+        reader.close()
+
+
 def test_files_whose_cached_pages_the_kernel_hides_are_not_mapped(
     shard: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
