@@ -15,7 +15,9 @@ from slipstream.errors import FailedPrecondition, InvalidArgument
 # Settings that size a worker; a drafter has the size of its head.
 _SIZES = ("memory_bytes", "kv_memory_bytes")
 # Torch and the dynamic linker raise general classes; their messages have these words.
-_WORDS = ("can't allocate memory", "out of memory", "failed to map segment", "cannot allocate memory")
+_WORDS = ("can't allocate memory", "out of memory", "cannot allocate memory")
+# The linker says so of a library in a file system mounted noexec, too.
+_NO_SEGMENT = "failed to map segment"
 
 
 class ModelUnusable(FailedPrecondition):
@@ -52,13 +54,20 @@ def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, RuntimeError | ImportError):
-        return any(words in str(error).lower() for words in _WORDS)
+        words = (*_WORDS, _NO_SEGMENT) if _address_limit() is not None else _WORDS
+        return any(word in str(error).lower() for word in words)
     return isinstance(error, MemoryError)
+
+
+def _address_limit() -> int | None:
+    """The bytes of memory that this process may map."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _describe(error: BaseException) -> str:
     """What could not be allocated, and the limit of the process where it has one."""
     frames = traceback.extract_tb(error.__traceback__)
     what = (str(error) or f"no memory in {frames[-1].name if frames else 'the start'}").splitlines()[0]
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return what if limit == resource.RLIM_INFINITY else f"{what} (ulimit -v: {limit} bytes)"
+    limit = _address_limit()
+    return what if limit is None else f"{what} (ulimit -v: {limit} bytes)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -201,6 +202,20 @@ def test_an_allocation_that_fails_amid_a_start_names_the_settings_of_memory(
         settings = kind(instance="w")
         with pytest.raises(ModelUnusable, match=f"^{flags}: {what}"), unusable_sizes(settings):
             allocate()
+
+
+@pytest.mark.parametrize("limit", [resource.RLIM_INFINITY, 1 << 46])
+def test_a_library_that_cannot_be_mapped_lacks_memory_only_where_memory_is_limited(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The linker has the same words for a directory whose file system is mounted noexec."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    expected: type[Exception] = ImportError if limit == resource.RLIM_INFINITY else ModelUnusable
+    with (
+        pytest.raises(expected, match="failed to map segment"),
+        unusable_sizes(EngineSettings(instance="d0")),
+    ):
+        raise ImportError("cuda_utils.so: failed to map segment from shared object")
 
 
 def test_other_errors_of_a_start_stay_what_they_are() -> None:
