@@ -121,6 +121,17 @@ async def test_refused_http_calls_have_lines_and_good_probes_have_none(
     ]
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_request_that_does_not_begin_has_no_tokens(
+    http: aiohttp.ClientSession, lines: Lines, n: int
+) -> None:
+    async with http.post("/v1/chat/completions", json={"messages": HELLO, "n": n, "max_tokens": 10**6}):
+        pass
+    (line,) = lines.taken()
+    assert (line["status"], line["error"]) == ("400", "ContextExceeded")
+    assert not {"prompt_tokens", "cached_tokens", "completion_tokens", "ttft_ms"} & line.keys()
+
+
 async def test_other_lines_of_a_request_name_it_too(
     http: aiohttp.ClientSession, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,6 +124,7 @@ class GenerationEndpoint:
         except errors.Overloaded as error:
             return await self._refuse(request, answer_format, error, arrived_s)
         if choices is not None:
+            record.answer = choices
             return await self._answer_choices(exchange, choices)
         record.answer = run.sink
         run.timeline.is_streamed = read.options.stream
@@ -192,7 +193,7 @@ class GenerationEndpoint:
 
     def _choices(self, exchange: _HttpExchange) -> ChoiceRuns:
         read = exchange.exchange
-        choices = ChoiceRuns(
+        return ChoiceRuns(
             self._manager,
             read.requests,
             read.caller,
@@ -200,8 +201,6 @@ class GenerationEndpoint:
             wants_stats=read.context.with_stats,
             is_streamed=read.options.stream,
         )
-        exchange.request[RECORD].answer = choices
-        return choices
 
     async def _answer_choices(self, exchange: _HttpExchange, choices: ChoiceRuns) -> web.StreamResponse:
         read = exchange.exchange
