@@ -24,6 +24,7 @@ class StepWindow:
 
     def __init__(self, n_steps: int) -> None:
         self._steps: collections.deque[_StepCost] = collections.deque(maxlen=n_steps)
+        self._cost_ms: float | None = None  # of these steps, once asked for: a gate asks several times a step
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -35,10 +36,12 @@ class StepWindow:
     def add(self, elapsed_ms: float, tokens: float, n_drafts: int) -> None:
         """A step that advanced each sequence by `tokens` on average."""
         self._steps.append(_StepCost(elapsed_ms, tokens, n_drafts))
+        self._cost_ms = None
 
     def clear(self) -> None:
         """Forget all."""
         self._steps.clear()
+        self._cost_ms = None
 
     @property
     def last_ms(self) -> float:
@@ -48,13 +51,15 @@ class StepWindow:
     @property
     def median_ms(self) -> float:
         """The median time of a step; 0 without steps."""
-        return statistics.median(step.elapsed_ms for step in self._steps) if self._steps else 0.0
+        return statistics.median([step.elapsed_ms for step in self._steps]) if self._steps else 0.0
 
     @property
     def cost_ms(self) -> float:
         """Time in which each sequence advances by a token; infinite without steps."""
-        tokens = sum(step.tokens for step in self._steps)
-        return sum(self._bounded()) / tokens if tokens else float("inf")
+        if self._cost_ms is None:
+            tokens = sum([step.tokens for step in self._steps])
+            self._cost_ms = sum(self._bounded()) / tokens if tokens else float("inf")
+        return self._cost_ms
 
     @property
     def draft_ms(self) -> float | None:
