@@ -32,7 +32,8 @@ demo: $(VENV)/.local native ## run the whole cluster and a scripted agent conver
 test: $(VENV)/.dev native ## every test that needs no GPU
 	@$(BIN)/python -m pytest -q --processes 5
 
-soak: $(VENV)/.dev native ## the long forms of the fault suites; hours
+soak: $(VENV)/.dev native ## the property tests with 500 examples each, then the long forms of the fault suites; hours
+	@$(BIN)/python -m pytest -q -m 'hypothesis and not (gpu or soak)' --hypothesis-profile thorough --processes 2 --timeout 14400
 	@$(BIN)/python -m pytest -q -m soak --timeout 14400
 
 smoke: $(VENV)/.dev native ## the tiny test of everything, under 10 s

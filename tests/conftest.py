@@ -14,8 +14,16 @@ from hypothesis import HealthCheck, settings
 from tests.support.file_order import order_files
 from tests.support.forked_tests.compilation import compiling_from_the_end
 
-# An example's duration means nothing on a shared machine; pytest-timeout bounds the whole test.
-settings.register_profile("slipstream", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# An example's duration means nothing on a shared machine; pytest-timeout bounds the whole test. Each
+# run draws other examples. Where CI is set, Hypothesis would draw the same ones.
+settings.register_profile(
+    "slipstream",
+    max_examples=50,
+    deadline=None,
+    derandomize=False,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("thorough", settings.get_profile("slipstream"), max_examples=500)  # `make soak`
 settings.load_profile("slipstream")
 
 pytest_plugins = ("tests.support.forked_tests.plugin",)

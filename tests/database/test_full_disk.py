@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.batch_bounds import SPARE_DISK_BYTES
@@ -94,7 +94,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(free=st.integers(0, 2 * SPARE_DISK_BYTES), disk_bytes=st.integers(0, 64 * SPARE_DISK_BYTES))
-@settings(max_examples=60, deadline=None)
 def test_an_eighth_of_a_small_disk_is_spare(path: Path, free: int, disk_bytes: int) -> None:
     connection = SqliteConnection(path, is_read_only=False, disk_room=lambda _: (free, disk_bytes))
     try:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.telemetry.counters import Counters
@@ -164,7 +164,6 @@ _EVENTS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(_EVENTS)
 def test_slots_are_held_by_unanswered_pieces_only(
     events: list[tuple[str, str, int]],

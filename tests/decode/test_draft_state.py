@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.worker_bounds import MAX_DRAFT_MESSAGE_BYTES
@@ -187,7 +187,6 @@ _events = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
 @given(_events)
 def test_random_histories(events: list[tuple[str, str, int]]) -> None:
     """Whatever happens: a draft follows its sequence's committed length, waits and requests are bounded."""

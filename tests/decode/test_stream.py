@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.rpc.multiplexed_server import Cancel
@@ -60,7 +60,6 @@ _steps = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
 @given(_steps)
 def test_each_sequence_gets_its_tokens_in_order(
     steps: list[tuple[dict[int, tuple[int, bool]], bool]],

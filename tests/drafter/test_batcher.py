@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.engine.core.fake_head import FakeHead
@@ -77,7 +77,6 @@ _works = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
 @given(_works)
 def test_every_extend_is_answered_once_in_order(works: list[list[tuple[str, int, int, int]]]) -> None:
     batch = [

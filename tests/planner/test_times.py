@@ -58,7 +58,6 @@ def test_a_decode_step_of_a_pipeline_takes_the_sum_of_its_stages(
     assert (one + hops) * (1 - 1e-9) <= step == pytest.approx(one + hops, rel=0.02)
 
 
-@settings(max_examples=50)
 @given(
     st.sampled_from([(model, cut) for model in (kimi(), scout()) for cut in enumerate_cuts(model, 8)]),
     st.integers(8, 512),

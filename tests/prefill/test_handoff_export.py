@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.worker.engine.page_exporter import ExportedPage
@@ -48,7 +48,6 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 8), st.integers(1, 30), st.integers(0, 31), steps)
 def test_blocks_are_published_in_order_within_the_room(
     n_slots: int, n_blocks: int, first_read: int, todo: list[tuple[str, int]]

@@ -218,4 +218,4 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTableMachine = TableMachine.TestCase
-TestTableMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestTableMachine.settings = settings(stateful_step_count=30, deadline=None)

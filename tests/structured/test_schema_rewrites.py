@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.structured.schema import key_count
@@ -30,7 +30,6 @@ def allows(schema: dict[str, Any], value: float) -> bool:
     )
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.tuples(BOUND, BOUND, BOUND, BOUND), st.sampled_from(["number", ["null", "number"], None]))
 def test_exact_bounds_allow_what_the_stated_ones_do_but_for_a_billionth(
     bounds: tuple[float | None, ...], kind: Any

@@ -137,7 +137,7 @@ class TwoRouters(RuleBasedStateMachine):
 
 
 TestTwoRouters = TwoRouters.TestCase
-TestTwoRouters.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestTwoRouters.settings = settings(stateful_step_count=30, deadline=None)
 
 
 @given(st.lists(st.sampled_from(["put", "answered", "lost", "expired"]), max_size=40))

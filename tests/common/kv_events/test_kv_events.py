@@ -7,7 +7,7 @@ from collections.abc import AsyncIterable, AsyncIterator
 
 import grpc
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.kv_events.log import BlockEventLog, EventsExpired
@@ -83,7 +83,6 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
 @given(steps=STEPS, max_hashes=st.integers(1, 12), max_change_blocks=st.integers(1, 4))
 def test_every_watcher_ends_with_the_blocks_of_the_node(
     steps: list[tuple[str, int, list[int]]], max_hashes: int, max_change_blocks: int

@@ -164,9 +164,9 @@ def _collect(node: LetterNode, prefix: str, found: dict[str, int]) -> list[Lette
 
 
 TestTree = Tree.TestCase
-TestTree.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestTree.settings = settings(stateful_step_count=30, deadline=None)
 TestCrowdedTree = CrowdedTree.TestCase
-TestCrowdedTree.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestCrowdedTree.settings = settings(stateful_step_count=30, deadline=None)
 
 
 def _insert(

@@ -81,7 +81,7 @@ def test_only_a_front_door_begins_a_trace(kept: KeptSpans) -> None:
     assert parts(kept.last())[1] is None
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     version=st.sampled_from(["00", "01", "ff", "0", ""]) | st.text(max_size=3),
     trace=st.text("0af", min_size=31, max_size=33) | st.text(max_size=40),

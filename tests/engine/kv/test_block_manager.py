@@ -76,7 +76,7 @@ class Pages(RuleBasedStateMachine):
 
 
 TestPages = Pages.TestCase
-TestPages.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPages.settings = settings(stateful_step_count=40, deadline=None)
 
 
 def test_the_end_of_a_prefix_is_evicted_before_its_start() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -136,7 +136,6 @@ def test_pieces_and_cuts_have_the_factors_of_their_places(tmp_path: Path, dtype:
         assert torch.equal(cut.values.read(), seen) and torch.equal(whole.values.read(), wanted)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 50), st.integers(1, 50), st.integers(1, 60), st.integers(1, 60), st.integers(0, 2**31))
 def test_blocks_are_ragged_at_both_edges(
     tmp_path_factory: pytest.TempPathFactory,

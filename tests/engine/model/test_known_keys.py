@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.engine.eagle.config import parse_head_config
@@ -101,7 +101,6 @@ def test_newer_compressed_tensors_load() -> None:
     assert parse_config(raw).quantization == Int4Groups(64)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.sampled_from(sorted(SECTIONS)),
     st.text(st.characters(codec="ascii", categories=("Ll", "Nd"), include_characters="_"), min_size=1),

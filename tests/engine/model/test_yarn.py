@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from libs.engine.model_spec.config import ModelConfig, parse_config
@@ -59,7 +59,6 @@ YARNS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(YARNS)
 def test_frequencies_and_temperatures_are_those_of_transformers(yarn: dict[str, Any]) -> None:
     # Loaded where it is used: each process that collects the tests would load it, for seconds.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.engine.sampling.counter_rng import uniform
@@ -101,7 +101,6 @@ PARAMS = st.builds(
 HISTORY = st.lists(st.integers(0, VOCAB - 1), max_size=6)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.lists(
         st.tuples(PARAMS, HISTORY, HISTORY, st.lists(st.integers(0, VOCAB - 1), max_size=3)),

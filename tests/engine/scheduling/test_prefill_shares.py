@@ -89,7 +89,6 @@ def test_backlogged_tenants_get_equal_tokens_up_to_a_few_steps(seed: int, n_tena
     assert max(shares) - min(shares) <= 4 * LIMITS.step_tokens
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_no_prompt_starves_and_tags_are_dropped(seed: int) -> None:
     rng, worker, n = random.Random(seed), _Worker(), 0

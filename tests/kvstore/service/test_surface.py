@@ -40,7 +40,7 @@ CALLS = st.sampled_from(list(METHODS.values())).flatmap(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(call=CALLS)
 def test_every_request_gets_an_answer_or_a_typed_error(
     world: World, call: tuple[MethodDescriptor, list[Any]]

@@ -113,7 +113,6 @@ def _drive(seed: int, steps: int) -> list[tuple[Any, ...]]:
     return decisions
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 150))
 def test_any_history_is_bounded_ordered_and_repeatable(seed: int, steps: int) -> None:
     assert _drive(seed, steps) == _drive(seed, steps)
@@ -292,7 +291,6 @@ def test_the_reserve_holds_where_prefill_is_far_behind() -> None:
     assert controller.offer(_request("light", tenant="light"), slow, 0.0).verdict is Verdict.ADMITTED
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 40))
 def test_no_tenant_below_its_share_waits_while_the_reserve_has_places(seed: int, max_running: int) -> None:
     """And what runs beyond the places of all is at most the reserve, with any number of tenants."""

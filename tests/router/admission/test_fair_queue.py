@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.admission.fair_queue import FairQueue
@@ -13,7 +13,6 @@ from services.router.admission.fair_queue import FairQueue
 _COSTS = st.integers(1, 1000)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.dictionaries(st.sampled_from("abcd"), st.lists(_COSTS, min_size=60, max_size=60), min_size=2),
     st.dictionaries(st.sampled_from("abcd"), st.sampled_from([1.0, 2.0, 4.0])),
@@ -42,7 +41,6 @@ def test_backlogged_tenants_differ_by_one_largest_item_of_each(
                 assert abs(served[one] - served[other]) <= largest + 1e-6
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 200))
 def test_any_order_of_calls_loses_and_repeats_no_item(seed: int, steps: int) -> None:
     rng, queue = random.Random(seed), FairQueue()

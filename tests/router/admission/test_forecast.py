@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.admission.forecast import Capacity, Forecast, Load
@@ -13,7 +13,6 @@ from services.router.admission.forecast import Capacity, Forecast, Load
 _TIMES_MS = st.integers(0, 1000)
 
 
-@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(1, 10_000), st.integers(2, 1000)), min_size=1, max_size=40))
 def test_means_move_by_a_tenth_and_the_usual_maximum_is_two_deviations_more(
     ended: list[tuple[int, int]],
@@ -35,7 +34,6 @@ def test_means_move_by_a_tenth_and_the_usual_maximum_is_two_deviations_more(
         assert forecast.run_ms(n) == pytest.approx(run_ms)
 
 
-@settings(max_examples=50)
 @given(
     st.lists(st.tuples(_TIMES_MS, _TIMES_MS), max_size=8),
     st.lists(st.tuples(_TIMES_MS, _TIMES_MS), max_size=8),

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.admission.controller import AdmissionController
@@ -59,7 +59,6 @@ CASES = {
 }
 
 
-@settings(max_examples=200)
 @given(**CASES, priority=st.sampled_from(list(Priority)))
 def test_what_finds_nothing_running_is_tried_whatever_the_estimate(
     tokens: int, left_ms: float, rate: float, workers: int, priority: Priority
@@ -73,7 +72,6 @@ def test_what_finds_nothing_running_is_tried_whatever_the_estimate(
     assert bool(decision.late_ms) == (bool(tokens) and NOW_MS + estimate_ms > NOW_MS + left_ms)
 
 
-@settings(max_examples=200)
 @given(**CASES, priority=st.sampled_from(LIVE), n_running=st.integers(1, 3))
 def test_beside_others_the_prompt_or_the_others_are_the_cause(
     tokens: int, left_ms: float, rate: float, workers: int, priority: Priority, n_running: int
@@ -93,7 +91,6 @@ def test_beside_others_the_prompt_or_the_others_are_the_cause(
         assert limits.min_retry_after_ms <= decision.retry_after_ms <= limits.max_retry_after_ms
 
 
-@settings(max_examples=100)
 @given(**CASES, more_ms=st.floats(0.0, 1e6), n_running=st.integers(0, 2))
 def test_a_longer_limit_is_never_worse(
     tokens: int, left_ms: float, rate: float, workers: int, more_ms: float, n_running: int

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.cluster.load_report import keep_plausible
@@ -35,7 +35,6 @@ def wanted(fleet: list[WorkerLoad], role: Role) -> int:
 # ---- of any fleet
 
 
-@settings(max_examples=200)
 @given(FLEETS, SEEDS)
 def test_more_load_never_recommends_fewer(fleet: list[WorkerLoad], seed: int) -> None:
     loaded = more_load(fleet, seed)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bench.autoscale.hpa import PERIOD_S, HpaController
@@ -69,7 +69,6 @@ class Steps:
         return sizes
 
 
-@settings(max_examples=60)
 @example(base_ms=17.0, sequence_ms=10.0, streams=20, n=3)  # 5.02 workers of 7 sequences: HPA starts 6
 @given(
     base_ms=st.floats(0.1, 200.0),

@@ -45,7 +45,6 @@ def _rendered(deltas: list[router_pb2.Delta]) -> list[str]:
     return rendered
 
 
-@settings(max_examples=150, deadline=None)
 @given(_deltas)
 def test_joining_deltas_keeps_their_content_and_size(deltas: list[router_pb2.Delta]) -> None:
     joined: list[router_pb2.Delta] = []

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.text.response_parser import ResponseParser, ToolCallForm
@@ -68,7 +68,6 @@ def run(output: OutputProcessor, tokens: Sequence[int], cuts: Sequence[int]) -> 
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from([(), ("way",), ("zzz", "s w")]))
-@settings(max_examples=60, deadline=None)
 def test_any_batching_gives_the_same_answer_and_token_count(
     card: ModelCard, source: random.Random, stop: tuple[str, ...]
 ) -> None:
@@ -87,7 +86,6 @@ def test_any_batching_gives_the_same_answer_and_token_count(
     names=st.lists(st.sampled_from(["<|im_middle|>", "<think>", "</think>", "[EOT]"]), max_size=3),
     data=st.data(),
 )
-@settings(max_examples=80, deadline=None)
 def test_the_offset_of_a_token_is_that_of_the_character_which_it_begins_or_continues(
     card: ModelCard, text: str, names: list[str], data: st.DataObject
 ) -> None:
@@ -122,7 +120,6 @@ def test_the_offset_of_a_token_is_that_of_the_character_which_it_begins_or_conti
     stop=st.lists(st.text(st.sampled_from("abc"), min_size=1, max_size=5), min_size=1, max_size=2),
     data=st.data(),
 )
-@settings(max_examples=200, deadline=None)
 def test_tokens_of_a_stop_string_begin_at_the_end_of_the_text(
     card: ModelCard, text: str, stop: list[str], data: st.DataObject
 ) -> None:
@@ -158,7 +155,6 @@ def test_tokens_of_a_stop_string_begin_at_the_end_of_the_text(
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
 def test_resuming_at_any_reported_offset_loses_and_repeats_nothing(
     card: ModelCard, data: st.DataObject
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.metering.lease import Lease, granted_of, overdraft, wanted
@@ -48,7 +48,6 @@ class Routers:
 
 
 @given(limit=st.integers(1, 200), count=st.integers(1, 6), largest=st.integers(1, 40), seed=st.integers(0))
-@settings(max_examples=150, deadline=None)
 def test_all_routers_together_use_the_limit_and_one_overdraft_each_at_most(
     limit: int, count: int, largest: int, seed: int
 ) -> None:
@@ -64,7 +63,6 @@ def test_all_routers_together_use_the_limit_and_one_overdraft_each_at_most(
 
 
 @given(limit=st.integers(1, 10_000), count=st.integers(2, 8))
-@settings(max_examples=100, deadline=None)
 def test_one_busy_router_gets_the_whole_limit_and_no_more_while_the_others_are_idle(
     limit: int, count: int
 ) -> None:

@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.placement.cost_model import (
@@ -147,7 +147,6 @@ numbers = st.floats(allow_nan=True, allow_infinity=True)
 
 
 @given(st.lists(st.tuples(numbers, numbers, numbers), max_size=30), st.tuples(*[st.floats(0, 1e6)] * 2))
-@settings(max_examples=200, deadline=None)
 def test_any_reports_leave_rates_positive_finite_and_predictions_monotone(
     reports: list[tuple[float, float, float]], at: tuple[float, float]
 ) -> None:

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import fields, replace
 
@@ -42,7 +42,6 @@ def _can_run(request: PlacementRequest, fleet: PlacementFleet) -> bool:
 
 
 @given(requests(), fleets())
-@settings(max_examples=150, deadline=None)
 def test_only_eligible_and_compatible_workers_are_chosen(
     request: PlacementRequest, fleet: PlacementFleet
 ) -> None:
@@ -78,7 +77,6 @@ def test_only_eligible_and_compatible_workers_are_chosen(
 
 
 @given(requests(), fleets())
-@settings(max_examples=100, deadline=None)
 def test_the_same_request_and_fleet_give_the_same_decision_in_any_order(
     request: PlacementRequest, fleet: PlacementFleet
 ) -> None:
@@ -116,7 +114,6 @@ def test_of_stores_that_hold_the_same_each_order_gives_the_same() -> None:
 
 
 @given(requests(), fleets(), st.integers(1, 500_000), st.data())
-@settings(max_examples=150, deadline=None)
 def test_more_load_never_attracts(
     request: PlacementRequest, fleet: PlacementFleet, more: int, data: st.DataObject
 ) -> None:
@@ -144,7 +141,6 @@ def test_more_load_never_attracts(
 
 
 @given(requests(), fleets())
-@settings(max_examples=100, deadline=None)
 def test_no_worker_gets_more_than_the_bound_allows(request: PlacementRequest, fleet: PlacementFleet) -> None:
     try:
         decision = place(request, fleet)
@@ -176,7 +172,6 @@ def _load(worker: PrefillWorker | DecodeWorker, request: PlacementRequest) -> in
 
 
 @given(requests(), fleets())
-@settings(max_examples=100, deadline=None)
 def test_every_term_is_named_and_they_sum_to_what_is_compared(
     request: PlacementRequest, fleet: PlacementFleet
 ) -> None:
@@ -246,7 +241,6 @@ def test_a_stale_report_is_unknown_and_not_full() -> None:
 
 
 @given(st.integers(2, 5), st.lists(st.integers(100, 2000), min_size=20, max_size=60))
-@settings(max_examples=50, deadline=None)
 def test_a_burst_of_siblings_is_spread_within_the_bound(n: int, sizes: list[int]) -> None:
     """Placed one after the other, none ending, all with their prefix at p0 and wherever one went before."""
     loads = dict.fromkeys((f"p{i}" for i in range(n)), 0)

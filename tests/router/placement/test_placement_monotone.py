@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -52,7 +52,6 @@ def requests(draw: st.DrawFn) -> PlacementRequest:
 
 
 @given(requests(), fleets(), st.data())
-@settings(max_examples=250, deadline=None)
 def test_a_prefill_worker_with_more_to_do_is_not_chosen_for_it(
     request: PlacementRequest, fleet: PlacementFleet, data: st.DataObject
 ) -> None:
@@ -97,7 +96,6 @@ def test_one_more_of_other_routers_never_makes_a_worker_cheaper(
 
 
 @given(requests(), fleets(), st.data())
-@settings(max_examples=100, deadline=None)
 def test_a_decode_worker_with_more_to_do_is_not_chosen_for_it(
     request: PlacementRequest, fleet: PlacementFleet, data: st.DataObject
 ) -> None:

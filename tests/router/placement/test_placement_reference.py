@@ -42,7 +42,6 @@ def _decide_by_reference(
 
 
 @given(st.integers(0, 1 << 48))
-@settings(max_examples=120, deadline=None)
 def test_the_decision_is_that_of_the_reference(seed: int) -> None:
     for i in range(FLEETS_A_SEED):
         draw = RandomFleets(seed * FLEETS_A_SEED + i)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -93,7 +93,6 @@ def test_a_delay_counts_by_what_the_delayed_one_needs(queue: list[int], uncached
     st.data(),
     st.dictionaries(st.sampled_from(["p0", "p1", "p2"]), st.integers(0, 100_000), max_size=3),
 )
-@settings(max_examples=150, deadline=None)
 def test_a_source_saves_time_and_is_one_that_may_be_read(
     prompt: int, data: st.DataObject, lent: dict[str, int]
 ) -> None:
@@ -212,7 +211,6 @@ def test_what_a_worker_is_only_about_to_hold_is_read_where_it_is() -> None:
 
 
 @given(st.integers(2, 50_000), st.data())
-@settings(max_examples=150, deadline=None)
 def test_a_prediction_is_insured_exactly_when_a_read_would_save_time(
     prompt: int, data: st.DataObject
 ) -> None:

@@ -187,7 +187,7 @@ class FullIndex(Index):
 
 
 TestIndex = Index.TestCase
-TestIndex.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestIndex.settings = settings(stateful_step_count=25, deadline=None)
 TestFullIndex = FullIndex.TestCase
 TestFullIndex.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 

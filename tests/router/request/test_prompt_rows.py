@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.request.model_card import ModelCard
@@ -34,7 +34,6 @@ def taken(rows: PromptRows) -> list[router_pb2.TextLogprob]:
     return found
 
 
-@settings(max_examples=50)
 @given(
     attempts=st.lists(st.lists(st.integers(1, 6), max_size=6), min_size=1, max_size=4),
     takes=st.lists(st.booleans(), min_size=1),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.block_hash import as_tokens, chain_hashes, tenant_salt
@@ -67,7 +67,6 @@ _turns = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(_turns, st.sampled_from([3_000, 8_000, 1 << 20]))
 def test_a_worker_gets_the_whole_prompt_whatever_it_evicted(
     turns: list[tuple[int, int, bytes, int]], max_bytes: int
@@ -129,7 +128,6 @@ def test_only_an_unknown_prefix_is_sent_again() -> None:
     assert not sender.send_whole(named, PrefixUnknown("once is enough"))
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=30), st.lists(st.integers(0, 9), max_size=20))
 def test_a_resumed_prompt_equals_one_made_from_all_ids(tokens: list[int], emitted: list[int]) -> None:
     resumed, expected = outgoing(tokens).followed_by(emitted), outgoing([*tokens, *emitted])
@@ -137,7 +135,6 @@ def test_a_resumed_prompt_equals_one_made_from_all_ids(tokens: list[int], emitte
     assert list(resumed.hashes) == list(expected.hashes)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 80), st.booleans()), max_size=60), st.integers(2, 200))
 def test_expected_blocks_are_bounded_and_were_sent(sends: list[tuple[int, bool]], max_blocks: int) -> None:
     remote, ever = RemotePromptCache(max_blocks=max_blocks), set[bytes]()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.workers.delivery import token_batcher
@@ -18,7 +18,6 @@ from services.router.workers.delivery.token_batcher import MAX_PAUSE_S, SLICE_S,
 _COSTS = st.lists(st.integers(1, 100), min_size=30, max_size=30)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.sampled_from("abcd"), _COSTS, min_size=2))
 def test_tenants_with_items_differ_by_one_largest_item_of_each(costs: dict[str, list[int]]) -> None:
     queue: TenantFairQueue[int] = TenantFairQueue()
@@ -38,7 +37,6 @@ def test_tenants_with_items_differ_by_one_largest_item_of_each(costs: dict[str, 
                 assert abs(took[one] - took[other]) <= max(costs[one]) + max(costs[other])
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 400))
 def test_any_order_of_calls_loses_no_item_and_keeps_few_tags(seed: int, steps: int) -> None:
     rng, queue = random.Random(seed), TenantFairQueue[int]()

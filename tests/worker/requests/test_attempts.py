@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.worker.requests.attempts import (
@@ -81,7 +81,6 @@ _operations = st.tuples(
 )
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(_operations, max_size=60))
 def test_the_registry_equals_a_list_of_all_events(operations: list[tuple[str, str, int, int]]) -> None:
     """With enough memory an attempt is admitted if and only if no newer one was admitted or aborted."""
@@ -118,7 +117,6 @@ def test_the_registry_equals_a_list_of_all_events(operations: list[tuple[str, st
         assert registry.running == len(running)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=200))
 def test_the_registry_is_bounded_and_keeps_running_attempts(operations: list[tuple[int, bool]]) -> None:
     registry = AttemptRegistry(max_requests=5)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.block_hash import SharedPrefix, TokenArray, as_tokens, chain_hashes, tenant_salt
@@ -52,7 +52,6 @@ def new_cache(**bounds: Any) -> PromptCache:
 _prompts = st.lists(st.integers(0, 1), min_size=1, max_size=40)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.tuples(_prompts, st.sampled_from(SALTS), st.integers(0, 10)), max_size=25),
     st.sampled_from([2_000, 5_000, 1 << 20]),
@@ -80,7 +79,6 @@ def test_a_prefix_is_found_for_the_tenant_that_sent_it_or_unknown(
         assert all(cache.tenant_bytes(of) <= max_bytes * 3 // 4 for of in SALTS)
 
 
-@settings(max_examples=50, deadline=None)
 @given(_prompts.filter(lambda tokens: len(tokens) >= BLOCK))
 def test_prompts_of_another_tenant_are_unknown(tokens: list[int]) -> None:
     cache = new_cache()

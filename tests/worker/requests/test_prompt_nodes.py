@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common import service_bounds
@@ -147,7 +147,6 @@ def test_an_eviction_frees_what_is_asked_with_the_fewest_blocks(n: int, excess_b
 _prompts = st.lists(st.integers(0, 1), min_size=1, max_size=40)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(_prompts, st.sampled_from(SALTS), st.booleans()), max_size=20),
     st.sampled_from([3_000, 6_000, 1 << 20]),

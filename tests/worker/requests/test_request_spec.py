@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.block_hash import MAX_SALT_BYTES, SharedPrefix, chain_hashes
@@ -28,7 +28,6 @@ from slipstream.v1 import common_pb2
 ROOT = bytes(16)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=50))
 def test_tokens_round_trip(tokens: list[int]) -> None:
     assert parse_tokens(pack_tokens(tokens), "prompt").tolist() == tokens
@@ -74,7 +73,6 @@ def test_the_digest_of_a_fingerprint_has_the_name_of_the_kv_type() -> None:
     assert Fingerprint("m", "t", "k", "float32", 64).digest.hex() == "7f8aebdb889ebeb0553451acbf21b726"
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.lists(st.integers(0, 9), max_size=10))
 def test_hashes_cover_emitted_tokens_too(prompt: list[int], emitted: list[int]) -> None:
     given_ = chain_hashes(prompt, root=ROOT, salt=b"s", block_tokens=4)

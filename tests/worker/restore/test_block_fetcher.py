@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.checksum import checksum
@@ -27,7 +27,6 @@ from tests.worker.engine.test_engine_thread import Listener, spec
 from tests.worker.nodes import eventually
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=30))
 def test_joined_reads_copy_the_same_bytes(pairs: list[tuple[int, int]]) -> None:
     reads = [ReadOp(100 * local, 100 * remote, 100) for local, remote in pairs]

@@ -194,7 +194,7 @@ class SourceMachine(RuleBasedStateMachine):
 
 
 TestSources = SourceMachine.TestCase
-TestSources.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestSources.settings = settings(stateful_step_count=30, deadline=None)
 
 
 def test_a_source_that_answers_probes_but_fails_restores_is_tried_ever_less_often() -> None:

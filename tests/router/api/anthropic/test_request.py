@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from services.router.api.anthropic.request import MessagesRequest, parse_count_body, parse_messages_body
 from services.router.api.anthropic.writer import MessageShape, MessageWriter
@@ -173,7 +173,6 @@ def test_a_body_to_count_needs_no_max_tokens() -> None:
     assert not request.ignored.count
 
 
-@settings(max_examples=100, deadline=None)
 @given(deltas=answers())
 def test_an_answer_that_is_sent_back_is_what_the_model_wrote(deltas: list[Delta]) -> None:
     reasoning, text, calls = parts_of(deltas)

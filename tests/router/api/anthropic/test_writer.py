@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from services.router.api.anthropic.signature import carried
 from services.router.api.anthropic.writer import MessageShape, MessageWriter
@@ -104,7 +104,6 @@ def test_arguments_that_were_cut_off_are_no_input() -> None:
     assert block["input"] == {}
 
 
-@settings(max_examples=150, deadline=None)
 @given(deltas=answers())
 def test_the_events_are_the_whole_message(deltas: list[Delta]) -> None:
     end = finished("TOOL_CALLS" if any(delta.tool_calls for delta in deltas) else "STOP")

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.api.openai.response import DONE, ResponseShape, ResponseWriter, stats_object
@@ -65,7 +65,6 @@ DELTA = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(STARTED, DELTA, st.booleans(), st.booleans())
 def test_a_piece(started: router_pb2.Started, delta: router_pb2.Delta, chat: bool, usage: bool) -> None:
     stream = answer(started, chat=chat, usage=usage)
@@ -86,7 +85,6 @@ def test_a_piece(started: router_pb2.Started, delta: router_pb2.Delta, chat: boo
     )
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     STARTED,
     st.sampled_from(common_pb2.FinishReason.values()),

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.database.database import Database
@@ -59,7 +59,6 @@ async def test_what_precedes_the_failure_is_sent_and_numbered(
 
 
 @given(deltas=answers(), end=st.sampled_from(["STOP", "LENGTH"]), is_closing=st.booleans())
-@settings(max_examples=50)
 def test_the_failure_has_the_number_of_the_end_that_is_not_sent(
     deltas: list[router_pb2.Delta], end: str, is_closing: bool
 ) -> None:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from services.router.api.answers.field_paths import MessageSources
 from services.router.api.openai.ignored_fields import IgnoredFields
@@ -196,7 +196,6 @@ def test_references_name_what_the_database_has_to_supply() -> None:
     assert request.echo["previous_response_id"] == "resp_j"
 
 
-@settings(max_examples=100, deadline=None)
 @given(deltas=answers())
 def test_an_answer_that_is_sent_back_is_what_the_model_wrote(deltas: list[Delta]) -> None:
     reasoning, text, arguments = parts_of(deltas)

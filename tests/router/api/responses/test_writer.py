@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from libs.common.http.failure import failure_of
 from services.router.api.answers.long_json import JSON_PIECE_BYTES, json_pieces
@@ -170,7 +170,6 @@ def test_the_end_of_a_long_answer_comes_in_pieces() -> None:
     assert msgspec.json.decode(b"".join(json_pieces(writer.response))) == response
 
 
-@settings(max_examples=150, deadline=None)
 @given(deltas=answers())
 def test_the_events_are_the_whole_response(deltas: list[Delta]) -> None:
     for has_summary in (False, True):

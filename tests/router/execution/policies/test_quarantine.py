@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.cluster.exit_reports import CrashedAttempts, WorkerExit
@@ -64,7 +64,6 @@ def test_a_third_crash_quarantines_despite_progress() -> None:
         quarantine.end(request, crashed="c")
 
 
-@settings(max_examples=100, deadline=None)
 @given(kills_at=st.integers(0, PROOF_TOKENS - 1), lost=st.lists(st.integers(0, 4), min_size=2, max_size=2))
 def test_a_lone_crashing_request_is_found_at_its_second_crash(kills_at: int, lost: list[int]) -> None:
     """The crash may come at any token, and any number of the last tokens may be lost."""
@@ -129,7 +128,6 @@ def test_suspects_start_one_at_a_time_on_a_worker() -> None:
     assert quarantine.may_begin(second, ["a"])
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     innocents=st.integers(0, 12),
     kills_at=st.integers(0, 60),
@@ -183,7 +181,6 @@ def test_a_crashing_request_among_others_is_found(
         assert deaths <= 3  # the first crash may have come after PROOF_TOKENS tokens
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     ends=st.lists(st.tuples(st.booleans(), st.integers(0, PROOF_TOKENS - 1), st.booleans()), max_size=12),
 )
@@ -334,7 +331,6 @@ def test_kept_strikes_are_bounded() -> None:
     assert (first.strikes, second.strikes) == (0, 1)
 
 
-@settings(max_examples=100, deadline=None)
 @given(elsewhere=st.builds(CrashedAttempts, st.integers(0, 3), st.integers(0, 1)))
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_a_crash_that_other_routers_share_blames_no_one_alone(

@@ -176,7 +176,7 @@ def card(model_dir: Path) -> ModelCard:
 @pytest.mark.parametrize("machine", [Conversations, CrowdedConversations])
 def test_any_order_of_requests(machine: type[Conversations], card: ModelCard) -> None:
     machine.card = card
-    limits = settings(max_examples=60, stateful_step_count=25, deadline=None)
+    limits = settings(stateful_step_count=25, deadline=None)
     run_state_machine_as_test(machine, settings=limits)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from libs.common.block_hash import HashChain, chain_hashes, tenant_salt
@@ -43,7 +43,6 @@ conversations = st.lists(st.tuples(roles, texts), min_size=1, max_size=6)
 
 
 @given(st.lists(conversations, min_size=1, max_size=5), st.booleans(), st.sampled_from([0, 3_000, 1 << 20]))
-@settings(max_examples=60, deadline=None)
 def test_ids_and_hashes_are_those_of_the_whole_conversation(
     card: ModelCard, seen: list[list[tuple[str, str]]], thinking: bool, max_bytes: int
 ) -> None:
