@@ -3,11 +3,13 @@
 `cluster` runs the shipped model. `fakes` runs the fake engine, which checks every byte of KV that it gets,
 for tests that need many streams; `load` has three of each kind, and `expected` their answers without a fault.
 `make soak` runs the fifty streams of `fifty`.
-Each file has separate clusters: disk and memory are free again at the end of the file.
+Each file has separate clusters, but for those in `requests`: disk and memory are free again at the end of
+the file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,8 +35,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
-@pytest.fixture(scope="module")
-def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+@contextlib.contextmanager
+def shipped_cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    """The cluster of a fixture, which runs the shipped model."""
     modules = dict.fromkeys(Role, "tests.support.clusters.altered_service")
     with (
         lasting_dir(request, "cluster") as run_dir,
@@ -44,6 +47,12 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
             )
         ) as running,
     ):
+        yield running
+
+
+@pytest.fixture(scope="module")
+def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+    with shipped_cluster(request) as running:
         yield running
 
 

@@ -20,8 +20,8 @@ LONG_FOLDERS = (
     "supervisor",
     "worker",
 )
-# These import transformers, which takes 3.3 s of processor time: one process does it for all of them.
-TOGETHER = (
+# One process imports transformers, which takes 3.3 s of processor time, for all of these.
+WITH_TRANSFORMERS = (
     "bench/gpu/test_sections.py",
     "bench/test_engine_peers.py",
     "engine/kernels/test_bf16_kernels.py",
@@ -33,6 +33,15 @@ TOGETHER = (
     "models/networks/test_network.py",
     "models/test_tokenizer_json.py",
 )
+# One process starts a cluster, which takes 2 s of processor time, for all of these.
+WITH_SHARED_CLUSTER = (
+    "e2e/requests/test_conversation.py",
+    "e2e/requests/test_ends.py",
+    "e2e/requests/test_prompt_logprobs.py",
+    "e2e/requests/test_readme.py",
+    "e2e/requests/test_structured.py",
+)
+_GROUP_OF = {file: group[0] for group in (WITH_TRANSFORMERS, WITH_SHARED_CLUSTER) for file in group}
 _ROOT = Path(__file__).parents[1]
 _AnyPath = TypeVar("_AnyPath", bound=PurePath)
 # The share of the other files that begin before the last long one.
@@ -61,8 +70,8 @@ def run_order(files: Iterable[PurePath]) -> list[PurePath]:
 
 def group_of(file: _AnyPath, root: PurePath = _ROOT) -> _AnyPath:
     """What stands for all files that one process runs one after the other: mostly the file alone."""
-    is_one = file.is_relative_to(root) and file.relative_to(root).as_posix() in TOGETHER
-    return type(file)(root, TOGETHER[0]) if is_one else file
+    first = _GROUP_OF.get(file.relative_to(root).as_posix()) if file.is_relative_to(root) else None
+    return file if first is None else type(file)(root, first)
 
 
 def order_files(root: Path, items: list[pytest.Item]) -> None:
