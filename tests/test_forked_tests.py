@@ -172,9 +172,16 @@ def die_at_a_file(pipe, message):
 fork.send = die_at_a_file
 """
 EXITS = """
+import atexit, os, signal
 import pytest
+from conftest import note
+
+def interrupted():
+    os.kill(os.getpid(), signal.SIGINT)
+    note("interrupted")
 
 def test_exits():
+    atexit.register(interrupted)
     pytest.exit("no more today", returncode=7)
 
 def test_after():
@@ -307,11 +314,12 @@ def test_a_file_that_was_lost_with_its_process_runs_all_the_same(tmp_path: Path)
 
 
 def test_a_test_may_end_the_session(tmp_path: Path) -> None:
+    """The interrupt, with which the parent answers, ends none of the fork's exit functions."""
     started = start(tmp_path, a=EXITS)
     printed, printed_errors = end(started)
     assert "no more today" in printed and not printed_errors
     assert started.returncode == 7 and "failed" not in printed
-    assert noted(tmp_path)[0][-2:] == ["session", "exit"]
+    assert noted(tmp_path)[0][-3:] == ["session", "interrupted", "exit"]
 
 
 def test_fixtures_of_a_session_that_hang_end_their_process(tmp_path: Path) -> None:

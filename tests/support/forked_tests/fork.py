@@ -87,6 +87,7 @@ def run_fork(
         _run(session, files, pipe)
         code = 0
     except pytest.exit.Exception as ended:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent interrupts its forks when it reads this
         send(pipe, SessionExit(ended.msg, ended.returncode))
         code = 0
     except KeyboardInterrupt:
@@ -95,6 +96,7 @@ def run_fork(
         traceback.print_exc()
     finally:
         try:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             atexit._run_exitfuncs()
         finally:
             sys.stdout.flush()
