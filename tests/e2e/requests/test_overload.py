@@ -36,7 +36,7 @@ class Site:
 
     def flood(self, requests: int, *, decided: Callable[[], bool], priorities: tuple[str, ...]) -> Outcomes:
         """Send so many requests at once; no stream ends before `decided` is true."""
-        shape = RequestShape(REQUEST_S, output_tokens=16, http_every=0, priorities=priorities)
+        shape = RequestShape(REQUEST_S, output_tokens=6, http_every=0, priorities=priorities)
         with self.cluster.gate.held(*DECODERS, from_token=HELD_FROM) as gate:
 
             async def load() -> Outcomes:
@@ -73,7 +73,7 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
 
 
 def test_a_flood_is_refused_at_once_and_costs_the_workers_nothing(site: Site) -> None:
-    offered = 20 * PLACES
+    offered = 16 * PLACES
     least_refused = offered - PLACES - MAX_WAITING
     assert least_refused > PLACES
     before = site.counts()
@@ -93,7 +93,7 @@ def test_a_flood_is_refused_at_once_and_costs_the_workers_nothing(site: Site) ->
 
 def test_urgent_requests_come_through_a_flood_of_others(site: Site) -> None:
     """They arrive last, behind many queued requests, and end before most of these."""
-    flood_size = 8 * PLACES
+    flood_size = 6 * PLACES
     taken = "slipstream_requests_total"
     before = site.counts().get(taken, 0)
 
