@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from services.router.console.static_files import STATIC
 from slipstream import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,6 +82,11 @@ def test_the_server_wheel_has_compiled_libraries(wheels: dict[str, Path]) -> Non
     assert {str(library.path) for library in native} == {file for file in files if file.endswith(".so")}
     sources = {str(p.relative_to(ROOT)) for library in native for p in library.source_dir.iterdir()}
     assert sources <= files
+
+
+def test_the_server_wheel_has_the_page_of_the_console(wheels: dict[str, Path]) -> None:
+    page = {str(p.relative_to(ROOT)) for p in STATIC.rglob("*") if p.is_file()}
+    assert page and page <= set(files_of(wheels["slipstream_server"]))
 
 
 def test_the_server_requires_the_sdk_of_its_version(wheels: dict[str, Path]) -> None:
