@@ -1,4 +1,4 @@
-"""Refusals of a worker's start that no further start mends."""
+"""Refusals of a worker's start that a start soon after seldom mends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModelUnusable(FailedPrecondition):
 
 @contextlib.contextmanager
 def unusable_sizes(options: ServiceSettings) -> Iterator[None]:
-    """Raise a refused setting and a lack of memory as ModelUnusable, which no further start mends."""
+    """Raise a refused setting and a lack of memory as ModelUnusable. A start soon after seldom mends them."""
     try:
         yield
     except InvalidArgument as error:
