@@ -26,7 +26,7 @@ _WIDTHS: Floats = np.diff(_EDGES)
 _FREQUENCIES = np.array(FREQUENCY_OF_KIND)
 
 # Hits that a kind needs before its own rate weighs as much as the rate of similar kinds.
-_PRIOR_HITS = 5.0
+_PRIOR_HITS = 2.0
 # Wanted blocks between two times of learning: a part of all so far. What is learned late, few hits follow.
 _MIN_LEARN_BLOCKS = 32
 _MAX_LEARN_BLOCKS = 8192

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 # A hit counts half after this many capacities of wanted blocks, and not before MIN_HALF_LIFE_BLOCKS.
 HALF_LIFE_CAPACITIES = 64
 MIN_HALF_LIFE_BLOCKS = 65_536
-# Added to the deviation: a lead of this many blocks does not count.
-MIN_DEVIATION_BLOCKS = 4.0
+# Added to the deviation: the first hits that differ decide less.
+MIN_DEVIATION_BLOCKS = 0.5
 # Another policy leads when it weighs this many times as much as the leader.
 LEADER_RATIO = math.e
 _MAX_SCALE = 1e9

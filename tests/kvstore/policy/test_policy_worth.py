@@ -90,14 +90,14 @@ def test_sums_that_are_scaled_down_weigh_as_before(monkeypatch: pytest.MonkeyPat
 
 
 def test_hits_count_half_after_the_half_life_and_a_lead_of_one_deviation_counts_e_times() -> None:
-    weights = PolicyWeights((1.0, 1.0), 2_048)
+    weights, least = PolicyWeights((1.0, 1.0), 2_048), weights_module.MIN_DEVIATION_BLOCKS
     assert weights.judge([110, 10], 0)
-    assert weights.values == pytest.approx([1.0, math.exp(-100 / 104)])
+    assert weights.values == pytest.approx([1.0, math.exp(-100 / (100 + least))])
     assert weights.judge([0, 50], weights_module.HALF_LIFE_CAPACITIES * 2_048)  # both have as much now
     assert weights.values == pytest.approx([1.0, 1.0])
     weights.resize(1)
     assert weights.judge([0, 50], weights_module.MIN_HALF_LIFE_BLOCKS)
-    lead, deviation = 200.0, math.sqrt(100**2 + 100**2 + 200**2) + 16
+    lead, deviation = 200.0, math.sqrt(100**2 + 100**2 + 200**2) + 4 * least
     assert weights.values == pytest.approx([math.exp(-lead / deviation), 1.0])
 
 
