@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.examples import USUAL_EXAMPLES
 from tests.support.file_order import order_files
 from tests.support.forked_tests.compilation import compiling_from_the_end
 
@@ -18,12 +19,13 @@ from tests.support.forked_tests.compilation import compiling_from_the_end
 # run draws other examples. Where CI is set, Hypothesis would draw the same ones.
 settings.register_profile(
     "slipstream",
-    max_examples=50,
+    max_examples=USUAL_EXAMPLES,
     deadline=None,
     derandomize=False,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("thorough", settings.get_profile("slipstream"), max_examples=500)  # `make soak`
+# That of `make soak`.
+settings.register_profile("thorough", settings.get_profile("slipstream"), max_examples=10 * USUAL_EXAMPLES)
 settings.load_profile("slipstream")
 
 pytest_plugins = ("tests.support.forked_tests.plugin",)

@@ -16,6 +16,7 @@ from services.decode.draft_gate import (
     GateLimits,
     _TrialPhase,
 )
+from tests.support.examples import examples
 
 LIMITS = GateLimits()
 N_DRAFTS = 3
@@ -328,7 +329,7 @@ def test_steps_that_went_otherwise_are_not_counted() -> None:
     assert gate.choose(1, 500) is DraftMode.OFF
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     base_ms=st.floats(0.5, 30),
     row_ms=st.floats(0, 1),

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.decode.draft_gate import DraftGate, DraftMode
+from tests.support.examples import examples
 
 PLAIN_MS = 20.0
 SIZES = (1, 2, 5, 16)
@@ -51,7 +52,7 @@ class Machine:
         return {key: bucket.due_ms - bucket.settled_ms for key, bucket in self.gate._buckets.items()}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     st.fixed_dictionaries({size: st.sampled_from([0.4, 0.7, 1.5, 4.0]) for size in SIZES}),
     st.integers(0, 2**31),

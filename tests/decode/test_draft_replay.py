@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from libs.engine.step.types import StepOutput
 from services.decode.draft_control import WHOLE_ROWS, DraftControl
 from services.decode.draft_gate import DraftGate, DraftMode, GateLimits
+from tests.support.examples import examples
 
 N_DRAFTS = 3
 _ROW = np.zeros((1, 1), np.float32)
@@ -154,7 +155,7 @@ def test_most_steps_of_a_closed_gate_rest(streams: int) -> None:
     assert replay.n_measured - before < 0.3 * len(modes)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.integers(1, 16), st.integers(0, 1000), st.integers(2, 400))
 def test_rests_delay_no_trial(streams: int, seed: int, shortest: int) -> None:
     """Drafts begin to pay: the gate finds that as early as one that measures each step."""

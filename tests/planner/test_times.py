@@ -18,6 +18,7 @@ from libs.planner.shapes.model_shape import ModelShape
 from libs.planner.times import EFFICIENCY, LAYER_OVERHEAD_S, Rows, StepTimes
 from libs.planner.traffic import Traffic
 from tests.planner.shapes import kimi, scout
+from tests.support.examples import examples
 
 _MODEL = kimi()
 _CARDS = parse_cards("8xh200")
@@ -152,7 +153,7 @@ def test_a_step_is_never_under_the_memory_floor() -> None:
     assert all(_times(cut).decode_step_s(1, 4096) > floor_s for cut in _CUTS)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 @given(
     st.integers(64, 100_000),
     st.integers(1, 4_000),

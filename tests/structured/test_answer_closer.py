@@ -23,6 +23,7 @@ from libs.structured.vocabulary import GrammarVocabulary
 from libs.text.tokenizer import Tokenizer
 from slipstream.sampling import OutputConstraint
 from tests.structured.generated_schemas import Schema, schemas
+from tests.support.examples import examples
 
 PERSON: Schema = {
     "type": "object",
@@ -245,7 +246,7 @@ def least_limit(choices: Choices, tokenizer: Tokenizer) -> int:
     return min(counts) if len(beginnings) <= way_finder._MAX_SEARCHED else max(counts)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(choices=CHOICES, seed=st.integers(0, 99))
 @example(choices=["E1E1E1E1E1E1", "1E1E1E1EE1E111"], seed=1)
 def test_a_choice_is_whole_and_the_models_own_wherever_it_fits(

@@ -28,6 +28,7 @@ from slipstream.errors import InvalidArgument
 from slipstream.sampling import OutputConstraint
 from tests.structured.random_answers import walk
 from tests.structured.test_json_schema import accepts, defect
+from tests.support.examples import examples
 
 _THREE = {"type": "object", "minProperties": 3}
 _FEW = {"type": "object", "patternProperties": {"^[ab]$": {"type": "integer"}}, "additionalProperties": False}
@@ -220,7 +221,7 @@ _VALUES = st.recursive(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(12))
 @given(_objects(_VALUES), st.floats(0, 1), st.integers(1, 4))
 def test_a_mask_loses_the_tokens_that_repeat_a_key_or_end_too_early(
     dense_tokens: TokenBytes, text: str, part: float, n_distinct: int

@@ -12,6 +12,7 @@ from libs.engine.core.fake import build_fake_engine
 from libs.engine.scheduling.prefill_shares import PrefillShares
 from libs.engine.scheduling.scheduler import Limits, StepCandidate, schedule
 from tests.engine.support import make_spec
+from tests.support.examples import examples
 
 LIMITS = Limits(step_tokens=512, max_batch=64)
 
@@ -73,7 +74,7 @@ def test_a_prompt_does_not_wait_for_the_backlog_of_another_tenant() -> None:
     assert steps <= 12  # half of the rows, but for the quarter of the oldest overdue prompt
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 4))
 def test_backlogged_tenants_get_equal_tokens_up_to_a_few_steps(seed: int, n_tenants: int) -> None:
     rng, worker = random.Random(seed), _Worker()

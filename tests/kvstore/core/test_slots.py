@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.dram.slots import Block, Slot, SlotTable
+from tests.support.examples import examples
 
 SLABS, SLAB_PAGES = 4, 8
 
@@ -100,7 +101,7 @@ def _overlap(a: Slot, b: Slot) -> bool:
 
 
 TestSlotTable = SlotTableMachine.TestCase
-TestSlotTable.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestSlotTable.settings = settings(max_examples=examples(15), stateful_step_count=40, deadline=None)
 
 
 def filled(n_blocks: int, *, n_slabs: int = 1) -> SlotTable[int]:

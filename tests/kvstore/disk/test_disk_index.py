@@ -16,6 +16,7 @@ from services.kvstore.disk.table.index import WORDS, DiskIndex, IndexColumns
 from services.kvstore.disk.table.policy import DiskPolicy
 from services.kvstore.disk.table.table import DiskTable
 from tests.kvstore.disk.table_check import check_table
+from tests.support.examples import examples
 
 N_KEYS = 400
 
@@ -24,7 +25,7 @@ def key(number: int) -> bytes:
     return WORDS.pack(number * 7919 % 251, number)  # several in one bucket
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(seed=st.integers(0, 1 << 20))
 def test_the_index_behaves_like_a_dictionary(seed: int) -> None:
     rng = random.Random(seed)

@@ -17,6 +17,7 @@ from services.kvstore.disk.table.table import DiskTable
 from services.kvstore.dram.slots import Slot
 from services.kvstore.policy.quota import NO_TENANT
 from tests.kvstore.disk.table_check import check_table
+from tests.support.examples import examples
 
 # How many hits the adaptive policy may lose to LRU before its samples suffice and by changes.
 LOST_BLOCKS = 128
@@ -57,7 +58,7 @@ def test_a_policy_that_samples_a_quarter_of_the_blocks_still_beats_lru(
     check_table(disk.table)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(seed=st.integers(0, 1 << 20), share=st.sampled_from([0.3, 0.6, 1.0]))
 def test_any_order_of_calls_keeps_the_table_consistent_and_tenants_within_their_share(
     seed: int, share: float

@@ -23,6 +23,7 @@ from services.kvstore.policy.lru import LruPolicy
 from services.kvstore.policy.reuse import ReuseModel
 from services.kvstore.policy.s3fifo import S3FifoPolicy
 from services.kvstore.policy.weights import PolicyWeights
+from tests.support.examples import examples
 
 REQUESTS = 600
 # What the first comparisons and a change of the policy may cost on such short loads.
@@ -66,7 +67,7 @@ class Simulated:
         return {record for record in self.history.records() if record in self.policy}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     name=st.sampled_from(POLICIES),
@@ -114,7 +115,7 @@ def test_more_than_lru_where_there_is_something_to_learn(name: str, blocks: int)
     assert hits_of(Production(64), chains) >= hits_of(Lru(64), chains) + blocks
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 @example(seed=842, name="agents", capacity=111)
 @given(
     seed=st.integers(0, 10_000), name=st.sampled_from(["agents", "shifting"]), capacity=st.integers(4, 200)
@@ -132,7 +133,7 @@ def test_held_blocks_are_usable_counted_and_equal_in_every_run(seed: int, name: 
     assert tables[0] == tables[1]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     simulated_blocks=st.sampled_from([16, 1000]),
@@ -171,7 +172,7 @@ def test_a_change_of_the_policy_keeps_the_tiers_blocks(seed: int, simulated_bloc
     assert present == {record.key for record in policy.history.records() if record.present}
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(5), deadline=None)
 @given(seed=st.integers(0, 10_000), number=st.integers(0, 3))
 def test_pinned_blocks_stay_whichever_policy_is_followed(seed: int, number: int) -> None:
     rng = random.Random(seed)

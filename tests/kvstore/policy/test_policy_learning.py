@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from bench.cache.compare import HitDensity
 from services.kvstore.policy.history import History
 from services.kvstore.policy.reuse import ReuseModel
+from tests.support.examples import examples
 
 
 @pytest.mark.parametrize(("capacity", "n_documents"), [(100, 130), (30, 40), (300, 500)])
@@ -20,7 +21,7 @@ def test_the_second_round_of_a_loop_hits_most_of_what_the_tier_holds(capacity: i
     assert rounds[-1] == capacity, rounds
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(n_blocks=st.integers(1, 40), n_chains=st.integers(1, 300))
 def test_values_are_never_older_than_a_part_of_what_was_seen(n_blocks: int, n_chains: int) -> None:
     """They are computed within 32 wanted blocks or 1/64 of all, and at most once a chain."""

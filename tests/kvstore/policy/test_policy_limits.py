@@ -12,6 +12,7 @@ from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.dram.slots import Block, Slot, SlotTable
 from services.kvstore.policy.admission import BURST_DAYS, DAY_MS, DiskAdmission, WriteBudget
 from services.kvstore.policy.quota import NO_TENANT, TenantQuota
+from tests.support.examples import examples
 
 PER_DAY = 4000.0
 
@@ -100,7 +101,7 @@ def test_a_tenant_makes_room_among_its_blocks_where_they_suffice() -> None:
     assert quota.make_room(b"b", 1, lambda: False) is False
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(seed=st.integers(0, 1 << 20), share=st.floats(0.1, 0.9))
 def test_no_tenant_has_more_than_its_share_and_shared_blocks_count_for_no_tenant(
     seed: int, share: float

@@ -14,6 +14,7 @@ from bench.cache.traces import LOADS
 from libs.common.transport.registered_memory import PAGE_BYTES
 from services.kvstore.dram.slots import SlotTable
 from services.kvstore.unreachable.memory import LOOK_BLOCKS, MemorySweep
+from tests.support.examples import examples
 
 
 def rig(capacity: int) -> tuple[Production, MemorySweep]:
@@ -27,7 +28,7 @@ def unreachable_of(table: SlotTable[Any], parents: dict[bytes, bytes]) -> set[by
     return {key for key in held if key in parents and parents[key] not in held}
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(
     seed=st.integers(0, 10_000), name=st.sampled_from(["agents", "betrayal"]), capacity=st.integers(20, 200)
 )

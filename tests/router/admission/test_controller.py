@@ -20,6 +20,7 @@ from services.router.admission.types import (
     Verdict,
     WantedWorkers,
 )
+from tests.support.examples import examples
 
 UNKNOWN = Capacity()
 
@@ -118,7 +119,7 @@ def test_any_history_is_bounded_ordered_and_repeatable(seed: int, steps: int) ->
     assert _drive(seed, steps) == _drive(seed, steps)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(st.integers(0, 2**32))
 def test_no_class_starves_under_overload_of_the_highest(seed: int) -> None:
     rng, wait_ms = random.Random(seed), dict.fromkeys(Priority, 1e9)

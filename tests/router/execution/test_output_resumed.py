@@ -13,6 +13,7 @@ from services.router.request.model_card import ModelCard
 from slipstream.calls.resume import Resumption
 from slipstream.v1 import common_pb2, router_pb2
 from tests.router.execution.test_output_processor import make_processor, whole_answer
+from tests.support.examples import examples
 
 
 class ConnectionLost(grpc.RpcError):
@@ -76,7 +77,7 @@ SHAPE = st.tuples(
     logprobs=st.booleans(),
     stop=st.sampled_from([(), ("zzz", "s w")]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_an_answer_over_several_routers_is_the_answer_of_one(
     card: ModelCard,
     cuts: list[tuple[int, tuple[list[int], list[bool]]]],

@@ -18,6 +18,7 @@ from slipstream.errors import Unavailable
 from tests.router.placement import reference
 from tests.router.placement.random_fleets import RandomFleets
 from tests.router.placement.reference_pricing import ReferenceLeg
+from tests.support.examples import examples
 
 FLEETS_A_SEED = 50
 _FIELDS = ("prefill", "decode", "kvstore", "source", "peer", "cold", "cached_tokens", "uncached_tokens")
@@ -64,7 +65,7 @@ def _row(candidate: WorkerCandidate | ReferenceLeg) -> list[object]:
 
 
 @given(st.integers(0, 1 << 48))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_the_term_that_is_named_differs_most(seed: int) -> None:
     for i in range(FLEETS_A_SEED):
         draw = RandomFleets(seed * FLEETS_A_SEED + i)
@@ -74,7 +75,7 @@ def test_the_term_that_is_named_differs_most(seed: int) -> None:
 
 
 @given(st.integers(0, 1 << 48))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_what_a_reason_says_of_other_workers_is_true(seed: int) -> None:
     for i in range(FLEETS_A_SEED):
         draw = RandomFleets(seed * FLEETS_A_SEED + i)
