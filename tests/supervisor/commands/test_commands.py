@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +21,28 @@ from slipstream.errors import InvalidArgument, NotFound
 from supervisor.commands import up as up_module
 from supervisor.configuration.cluster_options import DEFAULT_DRAFT_MODEL, DEFAULT_MODEL
 from supervisor.configuration.plan import ClusterConfig
+from tests.support.processes.command_forks import CommandForks
 from tests.support.processes.process_checks import alive, eventually, mentioning
 
 
-async def slipstream(*arguments: str, exit_code: int | None = 0) -> str:
-    """Run the command; returns what it printed. `exit_code` None: any."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "slipstream.cli", *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    async with asyncio.timeout(100):
-        output, _ = await process.communicate()
-    assert exit_code in (None, process.returncode), output.decode()
-    return output.decode()
+class Commands:
+    """Runs `slipstream`, each time in its own process."""
+
+    def __init__(self, forks: CommandForks) -> None:
+        self._forks = forks
+
+    async def __call__(self, *arguments: str, exit_code: int | None = 0) -> str:
+        """What the command printed. `exit_code` None: any."""
+        done = await self._forks.run(*arguments)
+        assert exit_code in (None, done.exit_code), done
+        return done.output + done.errors
+
+
+@pytest.fixture
+def slipstream() -> Iterator[Commands]:
+    forks = CommandForks()
+    yield Commands(forks)
+    forks.close()
 
 
 def ready(run_dir: Path) -> bool:
@@ -65,7 +73,9 @@ async def foreground(tmp_path: Path) -> AsyncIterator[asyncio.subprocess.Process
         await process.wait()
 
 
-async def test_status_kill_and_down(foreground: asyncio.subprocess.Process, tmp_path: Path) -> None:
+async def test_status_kill_and_down(
+    foreground: asyncio.subprocess.Process, slipstream: Commands, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     record = read_record(run_dir)
     client = EtcdClient([record.etcd], timeout_s=60)
