@@ -339,7 +339,8 @@ def test_an_interrupt_reaches_the_forks_once(tmp_path: Path, is_terminal: bool) 
     finally:
         signal.signal(signal.SIGINT, default)
     deadline = time.monotonic() + 60
-    while not (tmp_path / "notes").exists() and time.monotonic() < deadline:
+    notes = tmp_path / "notes"
+    while not (notes.exists() and notes.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.01)
     (os.killpg if is_terminal else os.kill)(started.pid, signal.SIGINT)
     printed, _ = end(started)
