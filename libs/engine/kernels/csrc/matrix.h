@@ -4,7 +4,7 @@
  *   BF16  uint32_t [panel][col / 2][16]  pairs: an even column in the low half, the next one in the high half
  *   INT4  uint32_t [panel][col / 8][16]  columns 2i and 2i + 1 at bits 4i and 16 + 4i; scales as a BF16 or F32 panel
  *
- * The last panel is padded with zeros, and so is an odd last column of BF16. */
+ * The last panel is padded with zeros, and so is an odd last column of BF16. Panels are at a multiple of 64 bytes. */
 #pragma once
 
 #include "pairs.h"

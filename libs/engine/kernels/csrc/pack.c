@@ -37,7 +37,7 @@ INLINE void pack_squares(const words_kind_t k, const char *rows, int64_t row_byt
                 else *seen |= (v[r] & k.exponents) + k.step;
             }
             transpose(v);
-            UNROLL for (int i = 0; i < VL; i++) store_words(panel + i * LANES + row, (vf)v[i]);
+            UNROLL for (int i = 0; i < VL; i++) stream_words(panel + i * LANES + row, v[i]);
         }
 }
 
@@ -65,6 +65,7 @@ INLINE int32_t pack_rows(const words_kind_t k, const void *source, int64_t rows,
         pack_squares(k, row, row_bytes, whole, panels, &seen);
         pack_rest(k, row, row_bytes, rows < LANES ? rows : LANES, whole, n_words, panels, &seen);
     }
+    finish_stream();
     for (int i = 0; i < VL; i++) found |= seen[i];
     return k.kind == MATRIX_INT4 || !(found & k.overflow);
 }

@@ -23,6 +23,16 @@ INLINE vf load_words(const void *words) {
 }
 INLINE void store_words(void *words, vf v) { memcpy(words, &v, sizeof v); }
 
+/* Past the caches where a vector is a cache line, which the processor then need not read before. Other threads see
+ * the words after `finish_stream`. On AVX-512, words are at a multiple of 64 bytes. */
+#if VL == 16
+INLINE void stream_words(void *words, vu v) { _mm512_stream_ps(words, (__m512)v); }
+INLINE void finish_stream(void) { _mm_sfence(); }
+#else
+INLINE void stream_words(void *words, vu v) { store_words(words, (vf)v); }
+INLINE void finish_stream(void) {}
+#endif
+
 INLINE vf even_values(vf words) { return (vf)((vu)words << 16); }
 INLINE vf odd_values(vf words) { return (vf)((vu)words & 0xffff0000u); }
 
