@@ -145,6 +145,7 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ss_pack_bf16": (_INT, (_POINTER, _LONG, _LONG, _POINTER, _INT)),
     "ss_pack_int4": (None, (_POINTER, _LONG, _LONG, _POINTER)),
     "ss_widen_fp8": (_INT, (_POINTER, *(_LONG,) * 4, _POINTER, *(_LONG,) * 3, _POINTER, _POINTER)),
+    "ss_pack_fp8": (_INT, (_POINTER, *(_LONG,) * 4, _POINTER, *(_LONG,) * 3, _POINTER, _INT)),
     "ss_merge_shares": (None, (_POINTER, _POINTER, _LONG, _LONG, _LONG, _POINTER)),
     "ss_linear": (_INT, (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _INT)),
     "ss_rms_norm": (None, (_POINTER, _POINTER, _LONG, _POINTER, _LONG, _LONG, _FLOAT, _POINTER)),

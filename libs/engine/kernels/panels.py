@@ -12,7 +12,7 @@ import torch
 
 from libs.engine.kernels.native_types import MATRIX
 from libs.engine.model_spec.matrix import DenseMatrix
-from libs.engine.model_spec.stored_matrix import Matrix, StoredMatrix, StoredRows
+from libs.engine.model_spec.stored_matrix import Fp8Place, Matrix, StoredMatrix, StoredRows
 
 _LANES = 16
 _F32, _BF16, _INT4 = 0, 1, 2
@@ -83,8 +83,8 @@ class PanelPacker:
             head, fits = first // (nope + v), True
             for stored in piece.view(-1, nope + v, lora).view(_WORD[dtype]).numpy():
                 turned = np.ascontiguousarray(stored[:nope].T)
-                fits &= self._fill(dtype, turned.ctypes.data, lora, nope, keys[head])
-                fits &= self._fill(dtype, stored[nope:].ctypes.data, v, lora, values[head])
+                fits &= _pack_dense(self._library, dtype, turned.ctypes.data, (lora, nope), keys[head])
+                fits &= _pack_dense(self._library, dtype, stored[nope:].ctypes.data, (v, lora), values[head])
                 head += 1
             return fits
 
@@ -101,41 +101,54 @@ class PanelPacker:
         return Panels(matrix.rows, matrix.cols, self._streamed(matrix.values), scale, matrix.group)
 
     def _streamed(self, rows: StoredRows, doublings: int = 0) -> torch.Tensor:
-        cols, dtype = rows.n_cols, rows.dtype
-        data = self._empty(rows.n_rows, cols, dtype)
-
-        def pack(first: int, piece: torch.Tensor) -> bool:
-            if dtype != torch.int32:
-                return self._fill(dtype, piece.data_ptr(), len(piece), cols, data[first], doublings)
-            self._library.ss_pack_int4(piece.data_ptr(), len(piece), cols, data[first].data_ptr())
-            return True
-
-        rows.stream(pack, _LANES)
+        data = self._empty(rows.n_rows, rows.n_cols, rows.dtype)
+        rows.stream(_PanelSink(self._library, data, doublings), _LANES)
         return data
 
     def _dense(self, weight: torch.Tensor) -> torch.Tensor:
         source = _widened(weight)
         rows, cols = source.shape
         data = self._empty(rows, cols, source.dtype)
-        self._fill(source.dtype, source.data_ptr(), rows, cols, data)
+        _pack_dense(self._library, source.dtype, source.data_ptr(), (rows, cols), data)
         return data
 
     def _empty(self, rows: int, cols: int, dtype: torch.dtype, n_heads: int | None = None) -> torch.Tensor:
         padded = (-(-rows // _LANES) * _LANES, cols + cols % 2 if dtype == torch.bfloat16 else cols)
         return self._memory.allocate(padded if n_heads is None else (n_heads, *padded), dtype)
 
-    def _fill(
-        self,
-        dtype: torch.dtype,
-        source: int,
-        rows: int,
-        cols: int,
-        target: torch.Tensor,
-        doublings: int = 0,
-    ) -> bool:
-        """Whether all values are finite, also when doubled so often."""
-        pack = self._library.ss_pack_bf16 if dtype == torch.bfloat16 else self._library.ss_pack_f32
-        return bool(pack(source, rows, cols, target.data_ptr(), doublings))
+
+@dataclass(frozen=True, slots=True)
+class _PanelSink:
+    """Packs rows of a checkpoint into panels. Each value is doubled `doublings` times when it is used."""
+
+    library: ctypes.CDLL
+    data: torch.Tensor
+    doublings: int
+
+    def __call__(self, first: int, rows: torch.Tensor) -> bool:
+        source, shape, target = rows.data_ptr(), tuple(rows.shape), self.data[first]
+        if rows.dtype != torch.int32:
+            return _pack_dense(self.library, rows.dtype, source, shape, target, self.doublings)
+        self.library.ss_pack_int4(source, *shape, target.data_ptr())
+        return True
+
+    def take_fp8(self, first: int, rows: torch.Tensor, place: Fp8Place) -> bool:
+        target, is_bf16 = self.data[first].data_ptr(), self.data.dtype == torch.bfloat16
+        pack = self.library.ss_pack_fp8
+        return bool(pack(rows.data_ptr(), *rows.shape, *place.arguments(), target, is_bf16))
+
+
+def _pack_dense(
+    library: ctypes.CDLL,
+    dtype: torch.dtype,
+    source: int,
+    shape: tuple[int, ...],
+    target: torch.Tensor,
+    doublings: int = 0,
+) -> bool:
+    """Whether all values are finite, also when doubled so often."""
+    pack = library.ss_pack_bf16 if dtype == torch.bfloat16 else library.ss_pack_f32
+    return bool(pack(source, *shape, target.data_ptr(), doublings))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from libs.engine.kernels.library import load_library
 from libs.engine.kernels.native_types import declare
 from libs.engine.model.tensor_rows import TensorRows, copy_into
 from libs.engine.model_spec.quantization import Fp8Blocks
-from libs.engine.model_spec.stored_matrix import RowSink, StoredRows
+from libs.engine.model_spec.stored_matrix import Fp8Place, Fp8Sink, RowSink, StoredRows
 
 _SERIAL_VALUES = 1 << 14  # torch computes on several threads from 32,768 values on
 
@@ -95,18 +95,22 @@ class Fp8Rows(_ConvertedRows):
         return _finite(found, self.stored)
 
     def _converting(self, sink: RowSink) -> RowSink:
+        if isinstance(sink, Fp8Sink):
+            take = sink.take_fp8
+            return lambda first, rows: take(first, rows, self._place(first))
         widen, is_bf16 = declare(load_library()).ss_widen_fp8, self.dtype == torch.bfloat16
-        place = self.stored.rows.start, self.stored.cols.start
 
         def widen_and_pass(first: int, rows: torch.Tensor) -> bool:
-            factors = self.factors.get()
-            blocks = factors.data_ptr(), factors.shape[1], self.block.rows, self.block.cols
             found = torch.empty(rows.shape, dtype=self.dtype)
             targets = (None, found.data_ptr()) if is_bf16 else (found.data_ptr(), None)
-            is_finite = widen(rows.data_ptr(), *rows.shape, place[0] + first, place[1], *blocks, *targets)
+            is_finite = widen(rows.data_ptr(), *rows.shape, *self._place(first).arguments(), *targets)
             return bool(is_finite) and sink(first, found)
 
         return widen_and_pass
+
+    def _place(self, first: int) -> Fp8Place:
+        rows, cols = self.stored.rows, self.stored.cols
+        return Fp8Place(rows.start + first, cols.start, self.factors.get(), self.block)
 
 
 def _finite(values: torch.Tensor, stored: TensorRows) -> torch.Tensor:

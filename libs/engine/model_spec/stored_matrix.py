@@ -4,16 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from libs.engine.model_spec.matrix import DenseMatrix, Int4Matrix
+from libs.engine.model_spec.quantization import Fp8Blocks
 
 # Receives the index of the first row and rows that are valid during the call. False: a value is out of range.
 RowSink = Callable[[int, torch.Tensor], bool]
 
 _WORD_VALUES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Place:
+    """Where rows of FP8 lie in their tensor, and the fp32 `factors` [blocks of rows, of columns] of it."""
+
+    first_row: int
+    first_col: int
+    factors: torch.Tensor
+    block: Fp8Blocks
+
+    def arguments(self) -> tuple[int, ...]:
+        """What the compiled functions take after the values and their shape."""
+        factors = self.factors.data_ptr(), self.factors.shape[1]
+        return self.first_row, self.first_col, *factors, self.block.rows, self.block.cols
+
+
+@runtime_checkable
+class Fp8Sink(Protocol):
+    """A `RowSink` that takes rows in FP8, too, so that nothing has to widen them before."""
+
+    def __call__(self, first: int, rows: torch.Tensor) -> bool: ...
+
+    def take_fp8(self, first: int, rows: torch.Tensor, place: Fp8Place) -> bool: ...
 
 
 class StoredRows(Protocol):

@@ -6,6 +6,8 @@ import ctypes
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from libs.engine.kernels.library import load_library, processor_level
 from libs.engine.kernels.native_types import declare
@@ -71,3 +73,53 @@ def test_values_out_of_range_are_found_wherever_they_are(
         assert not pack(values.data_ptr(), 48, 71, out.data_ptr(), doublings), (bad, doublings)
         if doublings:
             assert pack(values.data_ptr(), 48, 71, out.data_ptr(), doublings - 1), (bad, doublings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", LEVELS)
+@given(
+    shape=st.tuples(st.integers(1, 50), st.integers(1, 100)),
+    first=st.tuples(st.integers(0, 60), st.integers(0, 60)),
+    block=st.tuples(st.integers(1, 70), st.integers(1, 70)),
+    exponents=st.sampled_from([(-3, 3), (-149, -100), (110, 127)]),
+    with_nan=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+@example(shape=(48, 100), first=(16, 0), block=(128, 128), exponents=(-3, 3), with_nan=False, seed=1)
+@example(shape=(16, 70), first=(0, 3), block=(16, 64), exponents=(-149, -100), with_nan=False, seed=2)
+@example(shape=(16, 64), first=(0, 0), block=(16, 64), exponents=(-3, 3), with_nan=True, seed=3)
+def test_fp8_is_packed_as_if_it_were_widened_first(
+    level: int,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    first: tuple[int, int],
+    block: tuple[int, int],
+    exponents: tuple[int, int],
+    with_nan: bool,
+    seed: int,
+) -> None:
+    """Bit for bit: blocks are ragged, values become subnormal or infinite, and one may be NaN."""
+    library, generator = declare(load_library(level)), torch.Generator().manual_seed(seed)
+    is_bf16 = dtype == torch.bfloat16
+    rows, cols = shape
+    values = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    values[values & 0x7F == 0x7F] = 0x38
+    if with_nan:
+        values[seed % rows, seed % cols] = 0xFF
+    n_blocks = [-(-(begin + size) // each) for begin, size, each in zip(first, shape, block, strict=True)]
+    factors = torch.rand(n_blocks, generator=generator) + 1
+    factors = torch.ldexp(factors, torch.randint(*exponents, n_blocks, generator=generator))
+    place = (*first, factors.data_ptr(), factors.shape[1], *block)
+    widened = torch.empty(shape, dtype=dtype)
+    targets = (None, widened.data_ptr()) if is_bf16 else (widened.data_ptr(), None)
+    is_number = bool(library.ss_widen_fp8(values.data_ptr(), *shape, *place, *targets))
+    expected = torch.full((-(-rows // 16) * 16 * (cols + cols % 2),), 7.0, dtype=dtype)
+    found = expected.clone()
+    pack = library.ss_pack_bf16 if is_bf16 else library.ss_pack_f32
+    is_in_range = bool(pack(widened.data_ptr(), *shape, expected.data_ptr(), 0))
+    assert is_number != with_nan
+    accepted = bool(library.ss_pack_fp8(values.data_ptr(), *shape, *place, found.data_ptr(), is_bf16))
+    assert accepted == (is_number and is_in_range)
+    if accepted:
+        word = torch.int16 if is_bf16 else torch.int32
+        assert torch.equal(found.view(word), expected.view(word))
