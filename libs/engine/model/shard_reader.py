@@ -50,17 +50,24 @@ class ShardReader:
             file.close()
         self._files.clear()
 
-    def read(self, shard: str, offset: int, n_bytes: int, *, others_read: bool = False) -> Bytes:
-        """Bytes of a shard, valid until this thread reads again. Raises OSError.
+    def map_cached(self, shard: str, offset: int, n_bytes: int) -> Bytes | None:
+        """Bytes of a shard that are in the page cache, valid until this thread maps others; else None.
 
-        `others_read`: other processes need them, too, so that they go into the page cache.
+        Raises OSError.
         """
         file = self._open(shard)
         self._unmap()
         found = file.map_cached(offset, n_bytes)
         if found is not None:
             self._thread.mapped = file, offset, n_bytes
-            return found
+        return found
+
+    def read(self, shard: str, offset: int, n_bytes: int, *, others_read: bool = False) -> Bytes:
+        """Bytes of a shard, valid until this thread reads again. Raises OSError.
+
+        `others_read`: other processes need them, too, so that they go into the page cache.
+        """
+        file = self._open(shard)
         before = offset % ALIGNED
         end = -(-(offset + n_bytes) // ALIGNED) * ALIGNED
         target = self._staging(end - offset + before)

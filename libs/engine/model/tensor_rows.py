@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ DTYPES = {
     "I64": torch.int64,
 }
 
+T = TypeVar("T")
+
 _PIECE_BYTES = 2 << 20  # of one read: larger ones leave the processor's caches before they are packed
 _JOB_BYTES = 16 << 20
 
@@ -42,16 +45,26 @@ class RowSource:
     def row_bytes(self) -> int:
         return self.header.shape[1] * DTYPES[self.header.dtype].itemsize
 
+    def mapped(self, first: int, end: int) -> Bytes | None:
+        """Whole rows in the page cache, as `read` gives them; None where they are not in it."""
+        begin, n_bytes = self._span(first, end)
+        found = self._raised(partial(self.reader.map_cached, self.header.shard, begin, n_bytes))
+        return None if found is None else found.reshape(end - first, self.row_bytes)
+
     def read(self, first: int, end: int, *, others_read: bool) -> Bytes:
-        """Whole rows as [rows, bytes], valid until this thread reads again."""
-        header, n_bytes = self.header, (end - first) * self.row_bytes
-        begin = header.offset + first * self.row_bytes
+        """Whole rows as [rows, bytes], valid until this thread maps or reads others."""
+        read = partial(self.reader.read, self.header.shard, *self._span(first, end), others_read=others_read)
+        return self._raised(read).reshape(end - first, self.row_bytes)
+
+    def _span(self, first: int, end: int) -> tuple[int, int]:
+        return self.header.offset + first * self.row_bytes, (end - first) * self.row_bytes
+
+    def _raised(self, read: Callable[[], T]) -> T:
         try:
-            found = self.reader.read(header.shard, begin, n_bytes, others_read=others_read)
+            return read()
         except OSError as error:
-            raise CheckpointError(self.name, f"cannot be read from {header.shard}: {error}") from error
-        self.count(n_bytes)
-        return found.reshape(end - first, self.row_bytes)
+            reason = f"cannot be read from {self.header.shard}: {error}"
+            raise CheckpointError(self.name, reason) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,28 +111,37 @@ class TensorRows:
 
     def each(self, sink: RowSink) -> None:
         """Pass all rows to `sink` on this thread. Raises CheckpointError for rows that it refuses."""
-        self._pass(sink, 0, self.n_rows, 1)
+        for job in self._jobs(sink, 1):
+            job()
 
     def stream(self, sink: RowSink, unit: int) -> None:
+        for job in self._jobs(sink, unit):
+            self.source.reader.submit(job)
+
+    def _jobs(self, sink: RowSink, unit: int) -> Iterator[Callable[[], None]]:
         step = self._step(_JOB_BYTES, unit)
         for first in range(0, self.n_rows, step):
-            end = min(first + step, self.n_rows)
-            self.source.reader.submit(partial(self._pass, sink, first, end, unit))
+            yield partial(self._pass, sink, first, min(first + step, self.n_rows), unit)
 
     def _pass(self, sink: RowSink, first: int, end: int, unit: int) -> None:
-        step = self._step(_PIECE_BYTES, unit)
+        step, start = self._step(_PIECE_BYTES, unit), self.rows.start
+        is_cut = self.n_cols * self.dtype.itemsize < self.source.row_bytes  # other ranks take the others
+        mapped = self.source.mapped(start + first, start + end)
         for row in range(first, end, step):
-            if not sink(row, self._piece(row, min(row + step, end))):
+            stop = min(row + step, end)
+            if mapped is not None:
+                stored = mapped[row - first : stop - first]
+            else:
+                stored = self.source.read(start + row, start + stop, others_read=is_cut)
+            self.source.count(stored.size)
+            if not sink(row, self._values(stored)):
                 raise self.refusal()
 
-    def _piece(self, first: int, end: int) -> torch.Tensor:
-        size = self.dtype.itemsize
-        is_cut = self.n_cols * size < self.source.row_bytes  # other ranks take the other columns
-        stored = self.source.read(self.rows.start + first, self.rows.start + end, others_read=is_cut)
-        if is_cut:
-            stored = np.ascontiguousarray(stored[:, self.cols.start * size : self.cols.stop * size])
-        values = torch.frombuffer(stored.data, dtype=self.dtype)
-        return values.view(end - first, self.n_cols)
+    def _values(self, stored: Bytes) -> torch.Tensor:
+        """Rows [rows, n_cols] of whole stored ones."""
+        begin, end = (col * self.dtype.itemsize for col in (self.cols.start, self.cols.stop))
+        wanted = np.ascontiguousarray(stored[:, begin:end])
+        return torch.frombuffer(wanted.data, dtype=self.dtype).view(len(stored), self.n_cols)
 
     def _step(self, n_bytes: int, unit: int) -> int:
         return max(n_bytes // max(self.source.row_bytes, 1) // unit, 1) * unit

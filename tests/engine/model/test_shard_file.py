@@ -110,7 +110,7 @@ def test_cached_bytes_are_mapped_until_the_thread_reads_again(shard: Path) -> No
 def test_a_load_maps_a_piece_at_a_time_and_leaves_nothing_open(shard: Path) -> None:
     reader = ShardReader(shard.parent)
     for offset in range(0, _FILE_BYTES, 1 << 20):
-        reader.read("a", offset, 1 << 20)
+        assert reader.map_cached("a", offset, 1 << 20) is not None
     (held_bytes,) = mapped_bytes(shard)
     assert 0 < held_bytes <= 2 << 20
     reader.close()
@@ -144,8 +144,10 @@ def test_bytes_that_a_file_gets_after_it_was_mapped_are_not_in_the_mapping(shard
     reader = ShardReader(shard.parent)
     try:
         os.truncate(shard, 10_000)
-        assert reader.read("a", 0, 5_000).tobytes() == content[:5_000]
+        mapped = reader.map_cached("a", 0, 5_000)
+        assert mapped is not None and mapped.tobytes() == content[:5_000]
         shard.write_bytes(content)  # in the page cache
+        assert reader.map_cached("a", 8_000, 200_000) is None
         assert reader.read("a", 8_000, 200_000).tobytes() == content[8_000:208_000]
     finally:
         reader.close()
