@@ -41,6 +41,7 @@ from bench.command_line import bench_parser
 from bench.gpu.counting.model_shapes import KIMI_K25_CONFIG
 from bench.medians import medians_of, print_medians
 from libs.engine.kernels.device import open_device
+from libs.engine.kernels.panel_memory import map_huge_pages
 from libs.engine.model.checkpoint import Checkpoint
 from libs.engine.model.inventory import check_inventory, linears, vectors
 from libs.engine.model.runner import ModelRunner, RunnerOptions
@@ -149,7 +150,7 @@ def raw_read_s(paths: Sequence[Path], *, direct: bool) -> float:
     files = {path: _open(path, direct=direct) for path in paths}
 
     def read(own: Sequence[tuple[Path, int]]) -> None:
-        memory = mmap.mmap(-1, _PIECE_BYTES)
+        memory = map_huge_pages(_PIECE_BYTES)  # a drive reads twice as fast into them
         for path, at in own:
             os.preadv(files[path], [memory], at)
 
