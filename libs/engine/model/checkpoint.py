@@ -14,7 +14,13 @@ import torch
 
 from libs.engine.model.shard_file import read_no_further
 from libs.engine.model.shard_reader import ShardReader
-from libs.engine.model.shards import CheckpointError, TensorHeader, read_headers, shard_names
+from libs.engine.model.shards import (
+    MAX_HEADER_BYTES,
+    CheckpointError,
+    TensorHeader,
+    read_headers,
+    shard_names,
+)
 from libs.engine.model.tensor_rows import DTYPES, RowSource, TensorRows
 from libs.engine.model.widened_rows import BlockFactors, DtypeOf, Fp8Rows, as_dtype, held_dtype
 from libs.engine.model_spec.matrix import DenseMatrix, Fp8Matrix, Int4Matrix
@@ -250,7 +256,7 @@ def weights_digest(model_dir: Path) -> str:
             read_no_further(file.fileno())
             header_bytes = 8 + int.from_bytes(file.read(8), "little")
             file.seek(0)
-            digest.update(file.read(min(header_bytes, n_bytes)))
+            digest.update(file.read(min(header_bytes, 8 + MAX_HEADER_BYTES, n_bytes)))
             for offset in _sample_offsets(header_bytes, n_bytes):
                 file.seek(offset)
                 digest.update(file.read(_SAMPLE_BYTES))

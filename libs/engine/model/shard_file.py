@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -18,6 +19,7 @@ ALIGNED = 4096  # what direct I/O asks of offsets, sizes and memory
 _DONTNEED, _POPULATE_READ = 4, 22
 
 _PROBED_BYTES = 1 << 20
+_NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)  # what a file system without it says
 
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -31,7 +33,7 @@ def read_no_further(descriptor: int) -> None:
 
 
 class ShardFile:
-    """Open until `close`. Any thread may read.
+    """Open until `close`. Any thread may read. Raises OSError when it cannot be opened.
 
     A file that is truncated while its bytes are mapped ends the process (SIGBUS).
     """
@@ -43,7 +45,10 @@ class ShardFile:
         self._address = 0
         try:
             self.direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
-        except OSError:  # the file system has no direct I/O
+        except OSError as error:
+            if error.errno not in _NO_DIRECT_IO:
+                os.close(self.buffered)
+                raise
             self.direct = self.buffered
         if sys.platform == "linux" and self._shows_cached_pages(path):
             self._map()

@@ -71,7 +71,9 @@ class ShardReader:
         before = offset % ALIGNED
         end = -(-(offset + n_bytes) // ALIGNED) * ALIGNED
         target = self._staging(end - offset + before)
-        _read_fully(file.buffered if others_read else file.direct, target, offset - before, before + n_bytes)
+        is_buffered = others_read or file.direct == file.buffered
+        descriptor, unit = (file.buffered, 1) if is_buffered else (file.direct, ALIGNED)
+        _read_fully(descriptor, target, offset - before, before + n_bytes, unit)
         return np.frombuffer(target, np.uint8, n_bytes, before)
 
     def copy(self, shard: str, offset: int, n_bytes: int) -> bytearray:
@@ -111,13 +113,13 @@ class ShardReader:
         return memoryview(staging)[:n_bytes]
 
 
-def _read_fully(descriptor: int, target: memoryview, offset: int, wanted: int) -> None:
+def _read_fully(descriptor: int, target: memoryview, offset: int, wanted: int, unit: int = 1) -> None:
+    """`unit`: a read goes on at its multiples only. A direct one ends within a block where the file ends."""
     done = 0
     while done < wanted:
         n_bytes = os.preadv(descriptor, [target[done:]], offset + done)
         if done + n_bytes >= wanted:
             return
-        # A direct read must go on at the begin of a block; only the end of the file is within one.
-        if n_bytes < ALIGNED:
+        before, done = done, (done + n_bytes) // unit * unit
+        if done == before:
             raise OSError("the file ends too early")
-        done = (done + n_bytes) // ALIGNED * ALIGNED

@@ -19,7 +19,7 @@ from slipstream.errors import FailedPrecondition, InvalidArgument
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-_MAX_HEADER_BYTES = 100_000_000  # of safetensors
+MAX_HEADER_BYTES = 100_000_000  # of safetensors
 
 
 class CheckpointError(FailedPrecondition):
@@ -98,7 +98,7 @@ def _cache_header(path: Path) -> None:
     """Read the header first: safetensors maps the file, and a fault on a mapping reads megabytes ahead."""
     with path.open("rb", buffering=0) as file:
         read_no_further(file.fileno())
-        file.read(min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES))
+        file.read(min(int.from_bytes(file.read(8), "little"), MAX_HEADER_BYTES))
 
 
 def _compare(weight_map: Mapping[str, str], headers: Mapping[str, TensorHeader]) -> None:

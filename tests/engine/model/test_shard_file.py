@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from libs.engine.model.checkpoint import Checkpoint, weights_digest
-from libs.engine.model.shard_file import ShardFile
+from libs.engine.model.shard_file import ALIGNED, ShardFile
 from libs.engine.model.shard_reader import ShardReader
 from tests.support.random_checkpoint import TINY_CONFIG, RandomCheckpoint, write_random_checkpoint
 
@@ -137,6 +137,53 @@ def test_a_file_system_without_direct_io_is_read_through_the_page_cache(
         assert reader.read("a", 4097, 300_000).tobytes() == content[4097:304_097]
     finally:
         reader.close()
+
+
+def test_a_process_without_descriptors_reads_past_the_page_cache_or_not_at_all(
+    shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_any, opened = os.open, list[int]()
+
+    def refuse_direct(path: Path, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EMFILE, "Too many open files")
+        opened.append(open_any(path, flags))
+        return opened[-1]
+
+    monkeypatch.setattr(os, "open", refuse_direct)
+    with pytest.raises(OSError, match="Too many open files"):
+        ShardFile(shard)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened[0])
+
+
+@pytest.mark.parametrize("others_read", [False, True])
+def test_a_read_may_give_less_than_was_asked_for(
+    shard: Path, others_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, read_any = shard.read_bytes(), os.preadv
+    most_bytes = 1000 if others_read else ALIGNED + 512
+    monkeypatch.setattr(os, "preadv", lambda *call: min(read_any(*call), most_bytes))
+    reader = ShardReader(shard.parent)
+    try:
+        found = reader.read("a", 4097, 30_000, others_read=others_read)
+        assert found.tobytes() == content[4097:34_097]
+        with pytest.raises(OSError, match="ends too early"):
+            reader.read("a", _FILE_BYTES - 10, 20, others_read=others_read)
+    finally:
+        reader.close()
+
+
+def test_the_digest_reads_no_more_than_a_header_may_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("libs.engine.model.checkpoint.MAX_HEADER_BYTES", 4096)
+    (tmp_path / "config.json").write_text("{}")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((1 << 40).to_bytes(8, "little") + bytes(_FILE_BYTES))
+    evict(path)
+    weights_digest(tmp_path)
+    assert cached_bytes(path) < 1 << 20
 
 
 def test_bytes_that_a_file_gets_after_it_was_mapped_are_not_in_the_mapping(shard: Path) -> None:
