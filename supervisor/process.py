@@ -154,7 +154,9 @@ class SupervisedProcess:
                 failures = 1 if time.monotonic() - started_s > _PROVEN_S else failures + 1
                 unusable = code == MODEL_UNUSABLE
                 pause_s = min(_FIRST_PAUSE_S * 2 ** (failures - 1), _LONGEST_PAUSE_S)
-                pause_s = _UNUSABLE_PAUSE_S if unusable else pause_s
+                # A model that was usable may lack only the memory that the process before still gives back.
+                if unusable and (failures >= _FAILED_STARTS or not ready_before):
+                    pause_s = _UNUSABLE_PAUSE_S
                 again = f"; starting it again in {pause_s:g} s"
                 if (unusable or failures >= _FAILED_STARTS) and not ready_before:
                     self._failed.set()

@@ -48,6 +48,13 @@ class _Owner:
         return
 
 
+class _SatisfiedOwner(_Owner):
+    """The owner of a process that is ready at once."""
+
+    async def until_ready(self, plan: ProcessPlan) -> None:
+        return
+
+
 class _FailingLauncher:
     """The session's launcher on a machine that has no process left for the first starts."""
 
@@ -123,6 +130,27 @@ async def test_a_model_that_cannot_be_used_is_not_tried_again_and_again(tmp_path
     assert owner.said == ["decode-0 cannot use its model (exit code 78)"]
     assert process.restarts == 0
     await process.stop(grace_s=60)
+
+
+async def test_a_model_that_was_usable_is_tried_again_soon_and_then_seldom(tmp_path: Path) -> None:
+    plan = ProcessPlan(
+        instance="decode-0",
+        role=Role.DECODE,
+        wave=0,
+        endpoint="127.0.0.1:1",
+        command=(sys.executable, "-c", f"raise SystemExit({MODEL_UNUSABLE})"),
+    )
+    owner = _SatisfiedOwner()
+    logs = ProcessLogs(tmp_path, on_problem=print)
+    process = SupervisedProcess(plan, logs, session_launcher(), owner)
+    process.start()
+    async with asyncio.timeout(60):
+        while len(owner.said) < 3:
+            await asyncio.sleep(0.02)
+    await process.stop(grace_s=60)
+    logs.close()
+    ended = "decode-0 cannot use its model (exit code 78); starting it again in"
+    assert owner.said == [f"{ended} {pause_s} s" for pause_s in ("0.5", "1", "60")]
 
 
 async def test_a_process_is_started_once_the_machine_has_room_for_it(tmp_path: Path) -> None:
