@@ -55,18 +55,18 @@ class GroupedAttention:
     def __init__(
         self, shape: GroupedShape, weights: GroupedWeights, config: HeadConfig, kernels: Kernels
     ) -> None:
-        self._shape, self._kernels = shape, kernels
-        self._scale, self._rope = config.softmax_scale, Rope(config, kernels.place)
+        self.shape, self.rope, self._kernels = shape, Rope(config, kernels.place), kernels
+        self._scale = config.softmax_scale
         # Llama rotates the pairs (i, i + D/2), the kernels neighbours: equal scores from reordered rows.
         parts = (interleaved(weights.q, shape.head_dim), interleaved(weights.k, shape.head_dim), weights.v)
-        self._qkv = kernels.pack(DenseMatrix(torch.cat(parts)))
+        self.qkv = kernels.pack(DenseMatrix(torch.cat(parts)))
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> ProjectedRows:
         """x [T, 2H], positions [T] i64."""
-        shape = self._shape
-        rows = self._kernels.linear(x, self._qkv).view(len(x), -1, shape.head_dim)
+        shape = self.shape
+        rows = self._kernels.linear(x, self.qkv).view(len(x), -1, shape.head_dim)
         rotated = shape.n_heads + shape.n_kv_heads
-        self._kernels.rotate_queries(rows[:, :rotated], shape.head_dim, self._rope.cos_sin(positions))
+        self._kernels.rotate_queries(rows[:, :rotated], shape.head_dim, self.rope.cos_sin(positions))
         return ProjectedRows(rows[:, : shape.n_heads], rows[:, shape.n_heads : rotated], rows[:, rotated:])
 
     def attend(self, q: torch.Tensor, rows: AttendedRows, n_behind: int) -> torch.Tensor:

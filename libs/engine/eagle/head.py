@@ -23,14 +23,16 @@ from libs.engine.eagle.attended import (
     LoopedRows,
     attended_rows,
 )
-from libs.engine.eagle.attention import ProjectedRows, make_attention
+from libs.engine.eagle.attention import GroupedAttention, ProjectedRows, make_attention
 from libs.engine.eagle.config import HeadConfig, load_head_config
 from libs.engine.eagle.context import DraftContext, HeadInputs, join_inputs
 from libs.engine.eagle.context_head import ContextHead
 from libs.engine.eagle.drafted import read_drafts
+from libs.engine.eagle.native_chain import NativeChain
 from libs.engine.eagle.weights import HeadWeights, load_head_weights, place_embedding
 from libs.engine.kernels.device import upload
 from libs.engine.kernels.interface import Kernels
+from libs.engine.kernels.native import NativeKernels
 from libs.engine.model.checkpoint import weights_digest
 from libs.engine.model_spec.matrix import DenseMatrix
 
@@ -64,6 +66,7 @@ class EagleHead(ContextHead):
         )
         gate, up, down = (DenseMatrix(weight) for weight in (weights.gate, weights.up, weights.down))
         self._mlp = kernels.pack_mlp((gate, up, down))
+        self._native_chain = self._make_native_chain()
 
     @classmethod
     def load(cls, head_dir: Path, target_dir: Path, kernels: Kernels) -> EagleHead:
@@ -105,12 +108,14 @@ class EagleHead(ContextHead):
         self, contexts: Sequence[DraftContext], n_drafts: int, min_confidence: float
     ) -> list[list[int]]:
         """Draft by a chain, whose rows are temporary and follow each context's own rows."""
+        if self._native_chain is not None:
+            return self._native_chain.draft(contexts, n_drafts, min_confidence)
         if self.pads_contexts:
             rows = attended_rows(contexts, n_drafts, self._kernels)
             positions = upload(torch.tensor([c.end_position for c in contexts]), self._kernels.device)
             inputs = join_inputs([c.newest_row() for c in contexts])
             return read_drafts(*self.chain(rows, inputs, positions, n_drafts), min_confidence)
-        return self._draft_by_steps(contexts, n_drafts, min_confidence)
+        return self.draft_by_steps(contexts, n_drafts, min_confidence)
 
     def chain(
         self, rows: AttendedRows, inputs: HeadInputs, positions: torch.Tensor, n_drafts: int
@@ -126,10 +131,25 @@ class EagleHead(ContextHead):
                 rows.write(j, projected.keys[:, None], projected.values[:, None])
         return torch.stack(tokens, dim=1), torch.stack(likely, dim=1)
 
-    def _draft_by_steps(
+    def _make_native_chain(self) -> NativeChain | None:
+        """The chain in one call, where the kernels have it for this attention."""
+        attention, kernels = self.attention, self._kernels
+        if not isinstance(kernels, NativeKernels) or not isinstance(attention, GroupedAttention):
+            return None
+        return NativeChain(
+            self.config,
+            kernels,
+            attention,
+            norms=(self._input_norm, self._hidden_norm, self._post_norm, self._norm),
+            embedding=self._embedding,
+            target_ids=self._target_ids,
+            matrices=(self._o_proj, self._lm_head, self._mlp),
+        )
+
+    def draft_by_steps(
         self, contexts: Sequence[DraftContext], n_drafts: int, min_confidence: float
     ) -> list[list[int]]:
-        """A chain whose tokens are read one by one: a sequence that is unsure computes no further."""
+        """By single operations. Each token is read: a sequence that is unsure computes no further."""
         drafts: list[list[int]] = [[] for _ in contexts]
         running, confidence = list(range(len(contexts))), [1.0] * len(contexts)
         inputs = join_inputs([c.newest_row() for c in contexts])

@@ -219,6 +219,10 @@ class NativeKernels:
             raise StepAborted
         self.check(status)
 
+    def draft_chain(self, head: int, contexts: int, n: int, n_drafts: int, least: float) -> None:
+        """Draft for `n` contexts, given the addresses of a DRAFT_HEAD and of DRAFT_CONTEXTs."""
+        self.check(self._library.ss_draft_chain(self._context, head, contexts, n, n_drafts, least))
+
     @staticmethod
     def check(status: int) -> None:
         if status:

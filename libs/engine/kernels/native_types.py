@@ -136,6 +136,48 @@ class STEP(ctypes.Structure):
     ]
 
 
+class DRAFT_HEAD(ctypes.Structure):
+    """draft_head_t of draft_chain.c."""
+
+    _fields_ = [
+        ("hidden", c_int64),
+        ("n_heads", c_int64),
+        ("n_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("embedding_is_bf16", c_int64),
+        ("norm_before_residual", c_int64),
+        ("norm_output", c_int64),
+        ("eps", c_float),
+        ("scale", c_float),
+        ("input_norm", c_void_p),
+        ("hidden_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("norm", c_void_p),
+        ("embedding", c_void_p),
+        ("target_ids", c_void_p),
+        ("qkv", c_void_p),
+        ("o_proj", c_void_p),
+        ("lm_head", c_void_p),
+        ("mlp", c_void_p),
+    ]
+
+
+class DRAFT_CONTEXT(ctypes.Structure):
+    """draft_context_t of draft_chain.c."""
+
+    _fields_ = [
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("kv_stride", c_int64),
+        ("n_rows", c_int64),
+        ("residual", c_void_p),
+        ("q", c_void_p),
+        ("cos_sin", c_void_p),
+        ("tokens", c_void_p),
+        ("n_tokens", c_int64),
+    ]
+
+
 _POINTER, _LONG, _INT, _FLOAT = c_void_p, c_int64, c_int32, c_float
 
 _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
@@ -156,6 +198,7 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     "ss_mlp": (_INT, (_POINTER, _POINTER, _POINTER, _LONG, _POINTER)),
     "ss_moe": (_INT, (_POINTER, _POINTER, _POINTER, _LONG, _POINTER)),
     "ss_run_stack": (_INT, (_POINTER, _POINTER, _POINTER)),
+    "ss_draft_chain": (_INT, (_POINTER, _POINTER, _POINTER, _LONG, _LONG, _FLOAT)),
 }
 
 
