@@ -34,6 +34,7 @@ SHORTEST = {
     "bench.cancel": "--rounds 1 --only decode --transport socket --json",
     "bench.chaos": "--minutes 0.05 --clients 2 --pause-s 0.5 --soak --soak-minutes 0.2 --json",
     "bench.demo": "--exit --transport socket",
+    "bench.draft_chain": "--contexts 1,2 --drafts 2 --rounds 2 --json",
     "bench.draft_rows": "--sizes 1x8,64x8 --transport socket --delay-ms 0.1 --rounds 1 --json",
     "bench.engine": "--make {tmp}/model --prefill-tokens 16 --batches 1 --prompt-tokens 16"
     " --output-tokens 2 --repeats 1 --json",
