@@ -32,8 +32,16 @@ class KvShare:
         held: npt.NDArray[np.bool_] = (offsets >= slots.start) & (offsets < slots.stop)
         return held
 
+    def local_pages(self, pages: Int32Array, offsets: Int32Array, block_tokens: int) -> Int32Array:
+        """The pages of slots, -1 where the share has not the slot."""
+        if self.parts == 1:
+            return pages
+        return np.where(self.holds(offsets, block_tokens), pages, np.int32(-1))
+
     def count(self, n_tokens: Int32Array, block_tokens: int) -> Int32Array:
         """How many of the first `n_tokens` positions of a context the share has."""
+        if self.parts == 1:
+            return np.ascontiguousarray(n_tokens, dtype=np.int32)
         slots = self.slots(block_tokens)
         width = slots.stop - slots.start
         last = np.clip(n_tokens % block_tokens - slots.start, 0, width)

@@ -57,16 +57,15 @@ def plan_batch(
     query_start = np.ascontiguousarray(batch.query_start, dtype=np.int32)
     context_len = np.ascontiguousarray(batch.context_len, dtype=np.int32)
     _check(batch, config, cache)
-    rows_per_sequence = np.diff(query_start)
-    sequence_of_row = np.repeat(np.arange(batch.n_sequences), rows_per_sequence)
-    is_expanded = rows_per_sequence > absorbed_row_limit(config)
+    rows_per_sequence = query_start[1:] - query_start[:-1]
     sequences = np.arange(batch.n_sequences, dtype=np.int32)
-    offset_of_row = positions % np.int32(block_tokens)
-    page_of_row = page_table[sequence_of_row, positions // block_tokens]
+    is_expanded = rows_per_sequence > absorbed_row_limit(config)
+    block_of_row, offset_of_row = np.divmod(positions, np.int32(block_tokens))
+    page_of_row = page_table[sequences.repeat(rows_per_sequence), block_of_row]
     return BatchPlan(
         n_rows=batch.n_rows,
         cos_sin=rope.cos_sin(torch.from_numpy(positions)),
-        page_of_row=np.where(share.holds(offset_of_row, block_tokens), page_of_row, np.int32(-1)),
+        page_of_row=share.local_pages(page_of_row, offset_of_row, block_tokens),
         offset_of_row=offset_of_row,
         query_start=query_start,
         context_len=share.count(context_len, block_tokens),
@@ -103,14 +102,15 @@ def long_prompt_rows(config: ModelConfig) -> int:
 
 
 def _check(batch: ForwardBatch, config: ModelConfig, cache: PagedLatentCache) -> None:
-    rows = np.diff(batch.query_start)
+    rows = batch.query_start[1:] - batch.query_start[:-1]
     lengths: npt.NDArray[np.int32] = batch.context_len
     if batch.n_rows < 1 or batch.n_sequences < 1:
         raise InvalidArgument("batch.token_ids", "a batch has at least one row")
     if batch.query_start[0] != 0 or batch.query_start[-1] != batch.n_rows or rows.min() < 1:
         raise InvalidArgument("batch.query_start", "must divide all rows, with at least one per sequence")
-    first = np.repeat(lengths - rows - batch.query_start[:-1], rows)
-    if (lengths < rows).any() or not np.array_equal(batch.positions, first + np.arange(batch.n_rows)):
+    first = (lengths - rows - batch.query_start[:-1]).repeat(rows)
+    expected = first + np.arange(batch.n_rows)
+    if (lengths < rows).any() or len(batch.positions) != len(expected) or (batch.positions != expected).any():
         raise InvalidArgument("batch.positions", "must be the last positions of each context, ascending")
     if batch.token_ids.min() < 0 or batch.token_ids.max() >= config.vocab_size:
         raise InvalidArgument("batch.token_ids", f"must be within 0..{config.vocab_size - 1}")
