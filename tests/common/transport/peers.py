@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libs.common.transport.base import KvTransport, ReadOp, TransferTimeout
+from libs.common.transport.base import KvTransport, ReadOp, TransferRefused, TransferTimeout
 from libs.common.transport.registered_memory import PageAlignedMemory
 from tests.support.processes.process_checks import suspend
 
@@ -69,16 +69,27 @@ def stop_slowly(transport: Any) -> None:
 
 
 async def read_with_retries(
-    transport: KvTransport, session: str, reads: Sequence[ReadOp], **landed: Any
+    transport: KvTransport, session: str, reads: Sequence[ReadOp], *, refusals: int = 0, **landed: Any
 ) -> None:
-    """Read from a working peer, and retry time-outs, which only a slow machine causes."""
-    for tries_left in (4, 3, 2, 1, 0):
+    """Read from a working peer, and retry time-outs, which only a slow machine causes.
+
+    `refusals`: so many are retried, too. Where a peer has a port of one that died, Mooncake fails reads until
+    its pause before a new connection is over.
+    """
+    time_outs = 4
+    while True:
         try:
             await transport.read(session, reads, timeout_s=WAIT_S, **landed)
             return
         except TransferTimeout:
-            if not tries_left:
+            time_outs -= 1
+            if time_outs < 0:
                 raise
+        except TransferRefused:
+            refusals -= 1
+            if refusals < 0:
+                raise
+            await asyncio.sleep(0.25)
 
 
 async def start_large_read(

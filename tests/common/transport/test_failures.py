@@ -126,7 +126,9 @@ async def test_the_session_id_of_a_restarted_peer_differs_and_the_old_one_reads_
         with pytest.raises(PeerGone):
             await read_with_retries(transport, first.session, [ReadOp(memory.address, address, MIB)])
     assert memory.view(0, MIB) == bytes(MIB)
-    await read_with_retries(transport, successor.session, [ReadOp(memory.address, successor.address, MIB)])
+    await read_with_retries(
+        transport, successor.session, [ReadOp(memory.address, successor.address, MIB)], refusals=40
+    )
     assert memory.view(0, MIB) == pattern(MIB, 2)
 
 
